@@ -230,6 +230,15 @@ class VllmConfig:
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
 
+    def __post_init__(self):
+        budget = self.scheduler_config.max_num_batched_tokens
+        if budget < self.cache_config.block_size:
+            raise ValueError(f"max_num_batched_tokens ({budget}) must be at least "
+                             f"block_size ({self.cache_config.block_size})")
+        if self.scheduler_config.max_model_len != self.model_config.max_model_len:
+            raise ValueError(f"max_model_len is {self.model_config.max_model_len} for the model "
+                             f"but {self.scheduler_config.max_model_len} for the scheduler")
+
 # %% ../nbs/01_config.ipynb #engine-args
 @dataclass
 class EngineArgs:

@@ -1,0 +1,12 @@
+"Options and settings that every test shares."
+import os
+
+# One thread for each test process: they run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--traces", default=None, metavar="DIR",
+                     help="replay the scheduler traces of this folder (tests/test_fidelity.py)")
