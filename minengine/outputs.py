@@ -7,55 +7,57 @@ __all__ = ['LogprobsOnePosition', 'SampleLogprobs', 'PromptLogprobs', 'Logprob',
            'RequestOutput']
 
 # %% ../nbs/03_outputs.ipynb #export-imports
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # %% ../nbs/03_outputs.ipynb #logprob
 @dataclass(slots=True)
 class Logprob:
     "One token's log-probability at one position."
-    logprob: float                   # natural log
-    rank: int | None = None          # 1: the most likely token
-    decoded_token: str | None = None # that token's own text
+    logprob: float                    # natural logarithm
+    rank: int | None = None           # 1: the most likely token
+    decoded_token: str | None = None  # that token's own text
 
 # %% ../nbs/03_outputs.ipynb #logprob-types
-LogprobsOnePosition = dict[int, Logprob]  # token id -> Logprob
-SampleLogprobs = list[LogprobsOnePosition]  # one per output token
-PromptLogprobs = list[LogprobsOnePosition | None]  # first is None: nothing before it
+LogprobsOnePosition = dict[int, Logprob]     # token id -> its Logprob
+SampleLogprobs = list[LogprobsOnePosition]   # one for each output token
+PromptLogprobs = list[LogprobsOnePosition | None]  # the first is None
 
 # %% ../nbs/03_outputs.ipynb #completion-output
 @dataclass
 class CompletionOutput:
     "One answer to a prompt."
-    index: int                      # which of the request's n outputs
-    text: str                       # generated text
-    token_ids: list[int]            # generated token ids
-    cumulative_logprob: float | None = None  # sum over the sampled tokens
-    logprobs: SampleLogprobs | None = None   # one dict per token, if asked for
-    finish_reason: str | None = None         # "stop", "length" or "abort"
-    stop_reason: int | str | None = None     # stop id or string; None for EOS
+    index: int                       # which of the request's n answers
+    text: str                        # generated text
+    token_ids: list[int]             # generated token ids
+    cumulative_logprob: float | None = None   # sum over the sampled tokens
+    logprobs: SampleLogprobs | None = None    # one dict a token, if asked for
+    finish_reason: str | None = None          # "stop", "length" or "abort"
+    stop_reason: int | str | None = None      # stop id or string; None: EOS
 
-    def finished(self) -> bool: return self.finish_reason is not None
+    def finished(self) -> bool: # True once nothing more will come
+        "Tell whether this answer has ended."
+        return self.finish_reason is not None
 
 # %% ../nbs/03_outputs.ipynb #request-metrics
 @dataclass
 class RequestMetrics:
     "When things happened to one request, in seconds."
-    arrival_time: float                     # wall clock
-    first_scheduled_time: float | None = None  # monotonic, like all below
+    arrival_time: float                        # wall clock
+    first_scheduled_time: float | None = None  # this and below: monotonic
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    time_in_queue: float | None = None      # from queued to scheduled
+    time_in_queue: float | None = None         # from queued to scheduled
 
 # %% ../nbs/03_outputs.ipynb #request-output
 @dataclass
 class RequestOutput:
     "The state of one request, or what is new in it."
     request_id: str
-    prompt: str | None                      # None if token ids were given
+    prompt: str | None                   # None if token ids were given
     prompt_token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs | None
-    outputs: list[CompletionOutput]         # n of them
-    finished: bool                          # all outputs have ended
+    outputs: list[CompletionOutput]      # n of them
+    finished: bool                       # all of them have ended
     metrics: RequestMetrics | None = None
-    num_cached_tokens: int | None = None    # prompt tokens found in the prefix cache
+    num_cached_tokens: int | None = None # prompt tokens found in the cache
