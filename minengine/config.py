@@ -73,8 +73,10 @@ class ModelConfig:
     generation_config: dict = field(default_factory=dict)  # eos ids, defaults
     skip_tokenizer_init: bool = False  # True: token ids in, token ids out
     pack_cpu_weights: bool = True    # CPU: lay weights out for the multiplication
+    fit_max_model_len: bool | None = None  # lower it to the pool; None: if not given
 
     def __post_init__(self):
+        if self.fit_max_model_len is None: self.fit_max_model_len = self.max_model_len is None
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
         check_int("seed", self.seed, 0, 2**63 - 1)
