@@ -41,7 +41,7 @@ def apply_rules(
 ) -> Tensor:                     # `logits`
     "Apply what holds for greedy rows too: bias, masks, penalties."
     m, outputs = metadata, metadata.output_token_ids
-    apply_logit_bias(logits, m.logit_bias)
+    if any(m.logit_bias): apply_logit_bias(logits, m.logit_bias)
     if m.allowed_token_ids_mask is not None:
         apply_allowed_token_ids(logits, m.allowed_token_ids_mask)
     if m.bad_words_token_ids: apply_bad_words(logits, m.bad_words_token_ids, outputs)
