@@ -9,6 +9,7 @@ A page as text is its cells, each under a line `%% md cell-id` or
 `%% code cell-id`. `from-text` keeps the outputs of cells that did not change.
 """
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -75,6 +76,8 @@ def merge_streams(outputs):
 def run(path: Path, timeout_s: int = 300):
     "Execute every cell in order in a new kernel and save the outputs."
     nb = nbformat.read(path, as_version=4)
+    # A hint about widgets that names the reader's folders is no output of ours.
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
     client = NotebookClient(nb, timeout=timeout_s, kernel_name="python3",
                             resources={"metadata": {"path": str(path.parent)}})
     try: client.execute()
