@@ -6,8 +6,18 @@
 __all__ = ['PADDING_SLOT', 'make_kv_cache', 'kv_cache_block_bytes', 'slot_mapping', 'write_kv', 'copy_blocks', 'swap_blocks']
 
 # %% ../../nbs/05_kv_cache.ipynb #export-imports
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
+
+# %% ../../nbs/05_kv_cache.ipynb #lazy-zeros
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    "Zeros on the CPU that take no memory until they are written."
+    # The system hands out fresh pages as zeros; torch.zeros would write them all.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 # %% ../../nbs/05_kv_cache.ipynb #make-kv-cache
 def make_kv_cache(
@@ -23,6 +33,7 @@ def make_kv_cache(
                  num_kv_heads=num_kv_heads, head_dim=head_dim)
     for name, size in shape.items():
         if size < 1: raise ValueError(f"{name} must be at least 1, got {size}")
+    if torch.device(device).type == "cpu": return _lazy_zeros((2, *shape.values()), dtype)
     return torch.zeros(2, *shape.values(), dtype=dtype, device=device)
 
 # %% ../../nbs/05_kv_cache.ipynb #block-bytes

@@ -28,6 +28,7 @@ from ..core.scheduler_output import SchedulerOutput
 from ..messages import LogprobsLists
 from ..messages import ModelRunnerOutput
 from ..sampler import Sampler
+from ..sampler import logprobs_to_lists
 from .block_table import CpuGpuBuffer
 from .block_table import compute_slot_mapping
 from .input_batch import CachedRequestState
@@ -99,6 +100,7 @@ def update_batch(
     for req_id in [r for r in batch.req_id_to_index if r not in scheduled]:
         batch.remove_request(req_id)   # skipped or preempted: the state stays
     for data in output.scheduled_new_reqs:
+        batch.remove_request(data.req_id)  # its end may have gone unsaid
         state = requests[data.req_id] = make_state(data)
         to_add.append(state)
     for data in output.scheduled_cached_reqs:
@@ -321,7 +323,7 @@ class ModelRunner:
         sampled = self.sampler(logits, self._sampling_metadata(complete))
         token_ids = sampled.sampled_token_ids.tolist()   # waits for the device
         tensors = sampled.logprobs_tensors
-        logprobs = LogprobsLists(*(x.tolist() for x in tensors)) if tensors else None
+        logprobs = None if tensors is None else logprobs_to_lists(tensors)
         return keep_sampled(self.batch, complete, token_ids), logprobs
 
     def _sampling_metadata(self, complete):

@@ -86,9 +86,11 @@ def gpu_kv_cache_bytes(
 def model_bytes(
     model: torch.nn.Module,
 ) -> int:               # bytes of its weights and buffers, shared ones once
-    "Weigh the model."
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+    "Weigh the model, packed weights with the rest."
+    plain = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    packed = [m.packed_weight for m in model.modules() if getattr(m, "packed_weight", None) is not None]
+    # A packed weight has a layout of its own: it counts, but has no address.
+    return sum(plain.values()) + sum(w.nbytes for w in packed)
 
 # %% ../../../nbs/54_v1_worker.ipynb #worker
 class Worker:
