@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOT_OPTIONS', 'SAMPLING_OPTIONS', 'DEFAULT_MAX_TOKENS', 'RUN', 'add_engine_options', 'add_sampling_options',
-           'make_parser', 'pick', 'make_llm', 'make_params', 'make_prompt', 'stream_answer', 'run_generate', 'run_chat',
+           'make_parser', 'pick', 'make_params', 'start', 'make_prompt', 'stream_answer', 'run_generate', 'run_chat',
            'run_bench', 'main']
 
 # %% ../nbs/85_cli.ipynb #export-imports
@@ -98,30 +98,29 @@ def pick(
     "Collect the options that belong to one object."
     return {name: value for name, value in vars(options).items() if name in names}
 
-# %% ../nbs/85_cli.ipynb #make-llm
-def make_llm(
-    options: argparse.Namespace,
-) -> Any:        # an `LLM`
-    "Start the engine that the options describe."
-    from minengine.llm import LLM # seconds of imports: not for --help
-    return LLM(**pick(options, {f.name for f in fields(EngineArgs)} - {"seed"}))
-
 # %% ../nbs/85_cli.ipynb #make-params
-DEFAULT_MAX_TOKENS = 512
+DEFAULT_MAX_TOKENS = 512 # enough for an answer, and it ends
 
 def make_params(
-    llm: Any,        # asked for what its model's makers recommend
     options: argparse.Namespace,
-) -> SamplingParams: # one that streams
-    "What the user gave, else the model's own, else greedy."
-    own = llm.vllm_config.model_config.generation_config
-    params = llm.get_default_sampling_params()
-    given = {"temperature": params.temperature if "temperature" in own else 0.0,
-             "top_p": params.top_p, "top_k": params.top_k, "min_p": params.min_p,
-             "repetition_penalty": params.repetition_penalty,
-             "max_tokens": DEFAULT_MAX_TOKENS}
+    recommended: dict,  # the model's generation config; {}: not known yet
+) -> SamplingParams:    # in deltas, for a stream
+    "What the user gave, else what the model's makers recommend, else greedy."
+    given = {"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        if recommended.get(name) is not None: given[name] = recommended[name]
     given |= pick(options, set(SamplingParams.__struct_fields__))
     return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
+
+# %% ../nbs/85_cli.ipynb #start
+def start(
+    options: argparse.Namespace,
+) -> tuple[Any, SamplingParams]: # an `LLM`, and the parameters of an answer
+    "Check the parameters, which is cheap; then load the model, which is not."
+    make_params(options, {})
+    from minengine.llm import LLM # seconds of imports: not for --help
+    llm = LLM(**pick(options, {f.name for f in fields(EngineArgs)} - {"seed"}))
+    return llm, make_params(options, llm.vllm_config.model_config.generation_config)
 
 # %% ../nbs/85_cli.ipynb #make-prompt
 def make_prompt(
@@ -167,8 +166,7 @@ def run_generate(
 ):
     "`minengine generate`: one prompt streams, several are batched."
     texts = [sys.stdin.read() if text == "-" else text for text in options.prompts]
-    llm = make_llm(options)
-    params = make_params(llm, options)
+    llm, params = start(options)
     prompts = [make_prompt(llm, text, options.system, options.raw) for text in texts]
     if len(prompts) == 1 and params.n == 1:
         stream_answer(llm, prompts[0], params)
@@ -183,8 +181,7 @@ def run_chat(
 ):
     "`minengine chat`: a conversation, until Ctrl-D."
     from minengine.llm import render_chat
-    llm = make_llm(options)
-    params = make_params(llm, options)
+    llm, params = start(options)
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)
     print("Ctrl-C stops an answer, Ctrl-D ends, /new starts again.", file=sys.stderr)

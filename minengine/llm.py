@@ -68,6 +68,7 @@ def make_engine(
 # %% ../nbs/80_llm.ipynb #start-up-table
 def start_up_table(
     engine: str,             # "v0" or "v1"
+    model_name: str | None,  # as the user gave it; None: the default model
     vllm_config: VllmConfig, # after the cache was made
     summary: dict,           # sizes that the worker found, in bytes
 ) -> str:                    # lines for a terminal
@@ -76,8 +77,9 @@ def start_up_table(
     device = vllm_config.device_config
     num_tokens = cache.num_gpu_blocks * cache.block_size
     mib = lambda key: f"{summary[key] / 2**20:10,.1f} MiB"
-    rows = [f"minengine: engine {engine}, {Path(model.model).name}, {model.dtype} on {device.device}, "
-            f"attention {device.attention_backend}",
+    name = Path(model_name or "SmolLM2-135M-Instruct").name
+    rows = [f"minengine: engine {engine}, {name}, {model.dtype} on "
+            f"{device.device}, attention {device.attention_backend}",
             f"  weights     {mib('weights_bytes')}"]
     if "activation_bytes" in summary: rows.append(f"  activations {mib('activation_bytes')}")
     return "\n".join(rows + [
@@ -218,7 +220,7 @@ class LLM:
         self.engine_name, self.vllm_config = engine, self.llm_engine.vllm_config
         self._ids = map(str, itertools.count())
         self._streams: dict[str, deque[RequestOutput]] = {} # not yet read
-        print(start_up_table(engine, self.vllm_config, self.llm_engine.startup_summary()),
+        print(start_up_table(engine, model, self.vllm_config, self.llm_engine.startup_summary()),
               file=sys.stderr)
 
     def generate(self,
