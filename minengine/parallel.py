@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['PACK_ROWS', 'divide', 'allowed_tensor_parallel_sizes', 'check_tensor_parallel_size', 'TensorParallelGroup',
-           'set_tensor_parallel_group', 'tensor_parallel_group', 'get_tensor_model_parallel_rank',
-           'get_tensor_model_parallel_world_size', 'tensor_model_parallel_all_reduce',
-           'tensor_model_parallel_all_gather', 'can_pack', 'LinearBase', 'ColumnParallelLinear',
-           'MergedColumnParallelLinear', 'QKVParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding',
-           'ParallelLMHead']
+           'set_tensor_parallel_group', 'tensor_parallel_group', 'get_tensor_parallel_group',
+           'get_tensor_model_parallel_rank', 'get_tensor_model_parallel_world_size', 'can_pack', 'LinearBase',
+           'ColumnParallelLinear', 'MergedColumnParallelLinear', 'QKVParallelLinear', 'RowParallelLinear',
+           'VocabParallelEmbedding', 'ParallelLMHead']
 
 # %% ../nbs/11_parallel.ipynb #export-imports
 from contextlib import contextmanager
@@ -68,6 +67,24 @@ class TensorParallelGroup:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in 0..{self.world_size - 1}")
 
+    def sum_over_ranks(self,
+        x: Tensor, # this rank's partial sum, any shape
+    ) -> Tensor:   # the whole sum, on every rank
+        "All-reduce; raises `RuntimeError` if the ranks cannot talk."
+        if self.world_size == 1: return x
+        if self.all_reduce is None:
+            raise RuntimeError(f"{self.world_size} ranks but no all_reduce between them")
+        return self.all_reduce(x)
+
+    def join_ranks(self,
+        x: Tensor, # this rank's columns [..., columns]
+    ) -> Tensor:   # everyone's [..., world_size * columns], in rank order
+        "All-gather; raises `RuntimeError` if the ranks cannot talk."
+        if self.world_size == 1: return x
+        if self.all_gather is None:
+            raise RuntimeError(f"{self.world_size} ranks but no all_gather between them")
+        return self.all_gather(x)
+
 # %% ../nbs/11_parallel.ipynb #current
 _group = TensorParallelGroup()   # one process until someone says otherwise
 
@@ -94,6 +111,11 @@ def tensor_parallel_group(
     try: yield group
     finally: set_tensor_parallel_group(before)
 
+# %% ../nbs/11_parallel.ipynb #get-group
+def get_tensor_parallel_group() -> TensorParallelGroup:
+    "The group that layers built now belong to."
+    return _group
+
 # %% ../nbs/11_parallel.ipynb #get-rank
 def get_tensor_model_parallel_rank() -> int: # 0 in a single process
     "Which part of each weight belongs to this process."
@@ -103,26 +125,6 @@ def get_tensor_model_parallel_rank() -> int: # 0 in a single process
 def get_tensor_model_parallel_world_size() -> int: # 1 in a single process
     "How many processes share each weight."
     return _group.world_size
-
-# %% ../nbs/11_parallel.ipynb #all-reduce
-def tensor_model_parallel_all_reduce(
-    x: Tensor, # this rank's partial sum, any shape
-) -> Tensor:   # the sum over all ranks
-    "Add up over the ranks; raises `RuntimeError` if they cannot talk."
-    if _group.world_size == 1: return x
-    if _group.all_reduce is None:
-        raise RuntimeError(f"{_group.world_size} ranks but no all_reduce between them")
-    return _group.all_reduce(x)
-
-# %% ../nbs/11_parallel.ipynb #all-gather
-def tensor_model_parallel_all_gather(
-    x: Tensor, # this rank's columns [..., columns]
-) -> Tensor:   # everyone's [..., world_size * columns], in rank order
-    "Join the last dimension over the ranks; raises `RuntimeError` if they cannot talk."
-    if _group.world_size == 1: return x
-    if _group.all_gather is None:
-        raise RuntimeError(f"{_group.world_size} ranks but no all_gather between them")
-    return _group.all_gather(x)
 
 # %% ../nbs/11_parallel.ipynb #load-helpers
 def _shard(loaded: Tensor, dim: int, total: int, start: int, size: int) -> Tensor:
@@ -171,8 +173,8 @@ class LinearBase(nn.Module):
     ):
         super().__init__()
         self.input_size, self.output_size = input_size, output_size
-        self.tp_rank = get_tensor_model_parallel_rank()
-        self.tp_size = get_tensor_model_parallel_world_size()
+        self.group = get_tensor_parallel_group()
+        self.tp_rank, self.tp_size = self.group.rank, self.group.world_size
         self.weight = _parameter(output_size, input_size, dtype=dtype)
         self.bias = _parameter(output_size, dtype=dtype) if bias else None
         self.packed_weight = None  # oneDNN's own layout, once packed
@@ -321,7 +323,7 @@ class RowParallelLinear(LinearBase):
     ) -> Tensor:   # [..., output_size], whole
         "Multiply our part, then add up over the ranks."
         y = super().forward(x)
-        return y if self.tp_size == 1 else tensor_model_parallel_all_reduce(y)
+        return y if self.tp_size == 1 else self.group.sum_over_ranks(y)
 
 # %% ../nbs/11_parallel.ipynb #vocab-rows
 def _load_vocab_rows(param: Tensor, loaded: Tensor, num_embeddings: int, rank: int):
@@ -345,8 +347,8 @@ class VocabParallelEmbedding(nn.Module):
     ):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.tp_rank = get_tensor_model_parallel_rank()
-        self.tp_size = get_tensor_model_parallel_world_size()
+        self.group = get_tensor_parallel_group()
+        self.tp_rank, self.tp_size = self.group.rank, self.group.world_size
         self.rows = cdiv(num_embeddings, self.tp_size)   # of this rank
         self.weight = _parameter(self.rows, embedding_dim, dtype=dtype)
 
@@ -366,7 +368,7 @@ class VocabParallelEmbedding(nn.Module):
         local = input_ids - self.tp_rank * self.rows
         foreign = (local < 0) | (local >= self.rows)
         found = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return tensor_model_parallel_all_reduce(found.masked_fill(foreign[:, None], 0))
+        return self.group.sum_over_ranks(found.masked_fill(foreign[:, None], 0))
 
 # %% ../nbs/11_parallel.ipynb #lm-head
 class ParallelLMHead(LinearBase):
@@ -400,5 +402,5 @@ class ParallelLMHead(LinearBase):
     ) -> Tensor:        # [rows, num_embeddings] float32
         "Multiply and join the ranks' parts."
         logits = super().forward(hidden)
-        if self.tp_size > 1: logits = tensor_model_parallel_all_gather(logits)
+        if self.tp_size > 1: logits = self.group.join_ranks(logits)
         return logits[..., :self.num_embeddings].float()
