@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONTEXT_TOKENS', 'MAX_BYTE_RUN', 'MAX_HELD_CHARS', 'REPLACEMENT', 'hub_is_reachable', 'get_tokenizer',
-           'IncrementalDetokenizer', 'decode_token', 'check_stop_strings', 'apply_chat_template', 'ByteTokenizer']
+           'ByteTokenizer', 'IncrementalDetokenizer', 'decode_token', 'check_stop_strings', 'apply_chat_template']
 
 # %% ../nbs/04_tokenizer.ipynb #export-imports
 import codecs
@@ -41,7 +41,8 @@ def get_tokenizer(
                          "skip_tokenizer_init=True to work with token ids")
     if name_or_folder == "byte": return ByteTokenizer()
     path, name = Path(name_or_folder).expanduser(), str(name_or_folder)
-    if path.suffix == ".gguf": path, kwargs["gguf_file"] = path.parent, path.name
+    if path.suffix == ".gguf":
+        path, kwargs["gguf_file"] = path.parent, path.name
     if path.is_dir(): name = str(path)
     elif name[0] in "./~" or name.count("/") > 1 or path.exists():
         raise ValueError(f"no tokenizer in {name!r}: there is no such folder")
@@ -50,6 +51,59 @@ def get_tokenizer(
     try: return AutoTokenizer.from_pretrained(name, **kwargs)
     except Exception as error:
         raise ValueError(f"no tokenizer in {name_or_folder!r}: {error}") from error
+
+# %% ../nbs/04_tokenizer.ipynb #byte-tokenizer
+class ByteTokenizer:
+    "A tokenizer with no files: a token is a byte, and a few specials follow."
+    bos_token_id, eos_token_id, pad_token_id = 256, 257, None
+    bos_token, eos_token = "<|bos|>", "<|eos|>"
+    special_tokens = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+    is_fast, name_or_path = False, "byte"
+    chat_template = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>"
+                     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+    @property
+    def vocab_size(self) -> int: return 256 + len(self.special_tokens)
+    def __len__(self) -> int: return self.vocab_size
+
+    @property
+    def all_special_tokens(self) -> list[str]: return list(self.special_tokens)
+    @property
+    def all_special_ids(self) -> list[int]: return list(range(256, len(self)))
+
+    def token_bytes(self, token_id: int) -> bytes: # b"" outside the vocabulary
+        if 0 <= token_id < 256: return bytes([token_id])
+        inside = 256 <= token_id < len(self)
+        return self.special_tokens[token_id - 256].encode() if inside else b""
+
+    def encode(self, text: str, add_special_tokens: bool = True, **_) -> list[int]:
+        names, ids = "|".join(map(re.escape, self.special_tokens)), []
+        for part in re.split(f"({names})", text):
+            if part in self.special_tokens:
+                ids.append(256 + self.special_tokens.index(part))
+            else: ids += part.encode()
+        return ids
+
+    def __call__(self, text: str | list[str], **_) -> dict:
+        one = isinstance(text, str)
+        ids = self.encode(text) if one else [self.encode(t) for t in text]
+        return {"input_ids": ids}
+
+    def decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        shown = [i for i in ids if i < 256 or not skip_special_tokens]
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+
+    def convert_ids_to_tokens(self, ids):
+        if not isinstance(ids, int): return [self.convert_ids_to_tokens(i) for i in ids]
+        return self.special_tokens[ids - 256] if ids >= 256 else f"<0x{ids:02X}>"
+
+    def apply_chat_template(self, messages, add_generation_prompt=False,
+                            chat_template=None, tokenize=True, **_):
+        template = jinja2.Template(chat_template or self.chat_template)
+        text = template.render(messages=messages,
+                               add_generation_prompt=add_generation_prompt)
+        return self.encode(text) if tokenize else text
 
 # %% ../nbs/04_tokenizer.ipynb #decoder-steps
 def _decoder_steps(tokenizer) -> list[str]:
@@ -61,10 +115,11 @@ def _decoder_steps(tokenizer) -> list[str]:
 
 # %% ../nbs/04_tokenizer.ipynb #byte-table
 def _byte_level_table() -> dict[str, int]:
-    "The character that stands for each byte in a byte-level vocabulary."
+    "The byte behind each character of a byte-level vocabulary."
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [b for b in range(256) if b not in shown]  # moved to 256 and up
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    table = {chr(b): b for b in shown}
+    return table | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 _BYTE_OF_CHAR = _byte_level_table()
 
@@ -87,29 +142,35 @@ class _TokenTable:
         self.special_ids = {i for i, token in added.items() if token.special}
         if not steps: self.special_ids |= set(tokenizer.all_special_ids)
         self._tokens, self._bytes = {}, {}
+        self.pieces: dict[int, str] = {}  # token id -> its text, once asked for
 
     def token(self, token_id: int) -> str | None:
-        "The vocabulary's entry; None outside of it, where tokenizers disagree."
+        "The vocabulary's entry, or None outside of it."
         if token_id not in self._tokens:
             inside = 0 <= token_id < self.size
-            self._tokens[token_id] = self.tokenizer.convert_ids_to_tokens(token_id) if inside else None
+            self._tokens[token_id] = \
+                self.tokenizer.convert_ids_to_tokens(token_id) if inside else None
         return self._tokens[token_id]
 
     def bytes_of(self, token_id: int) -> bytes:
-        "Byte-level tokenizers: the token's bytes."
+        "The token's bytes; for a byte-level vocabulary."
         if token_id not in self._bytes:
             own, token = self.own_bytes, self.token(token_id)
             self._bytes[token_id] = own(token_id) if own else _byte_level_bytes(token)
         return self._bytes[token_id]
 
     def fallback_byte(self, token_id: int) -> int | None:
-        "Byte-fallback tokenizers: the byte, if the token is one like `<0xE2>`."
-        match = self.byte_fallback and re.fullmatch("<0x([0-9A-Fa-f]{2})>", self.token(token_id))
+        "The byte, if this is a fallback token such as `<0xE2>`."
+        token = self.token(token_id) if self.byte_fallback else ""
+        match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)
         return int(match[1], 16) if match else None
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        "What the tokenizer itself says, spaces untouched."
+        return self.tokenizer.decode(ids, skip_special_tokens=False,
+                                     clean_up_tokenization_spaces=False)
 
+# %% ../nbs/04_tokenizer.ipynb #table-of
 _tables = weakref.WeakKeyDictionary()  # tokenizer -> _TokenTable
 
 def _table_of(tokenizer) -> _TokenTable:
@@ -127,17 +188,17 @@ class _ByteStream:
         self.table = table
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def start(self, prompt_tail: list[int]):
+        for token_id in prompt_tail: self.push(token_id)  # an open character stays
+
     def push(self, token_id: int) -> str:
         return self.utf8.decode(self.table.bytes_of(token_id))
 
     def flush(self) -> str:
         return self.utf8.decode(b"", final=True)
 
-    def start(self, prompt_tail: list[int]):
-        for token_id in prompt_tail: self.push(token_id)  # an open character stays
-
 # %% ../nbs/04_tokenizer.ipynb #constants
-CONTEXT_TOKENS = 8  # tokens decoded again, so that a piece is not a beginning
+CONTEXT_TOKENS = 8  # decoded again, so that a piece is not a beginning
 MAX_BYTE_RUN = 64   # byte tokens that may wait for the end of their run
 MAX_HELD_CHARS = 3  # U+FFFD that a character of four bytes may still replace
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # U+FFFD, what broken bytes become
@@ -151,17 +212,20 @@ class _WindowStream:
         self.table = table
         self.window: list[int] = []  # the last tokens: context, then the new
         self.num_chars = 0           # characters that the window decodes to
-        self.num_held = 0            # of these, not emitted yet, at the end
+        self.num_held = 0            # of these, at the end, not emitted yet
 
-    def push(self, token_id: int) -> str:
-        return self._extend([token_id])
+    def start(self, prompt_tail: list[int]):
+        for token_id in prompt_tail: self.push(token_id)
+        self.num_held = 0            # the prompt's text is not ours to emit
+
+    def push(self, token_id: int) -> str: return self._extend([token_id])
 
     def _extend(self, ids: list[int]) -> str:
         self.window += ids
         text = self.table.decode(self.window)
         new = text[self.num_chars - self.num_held:]
-        ready = new.rstrip(REPLACEMENT)
-        self.num_held = min(len(new) - len(ready), self.max_held)
+        num_open = len(new) - len(new.rstrip(REPLACEMENT))
+        self.num_held = min(num_open, self.max_held)
         self.num_chars = len(text)
         if len(self.window) >= 2 * CONTEXT_TOKENS: self._keep(CONTEXT_TOKENS)
         return new[:len(new) - self.num_held]
@@ -173,10 +237,6 @@ class _WindowStream:
     def flush(self) -> str:
         held, self.num_held = self.num_held, 0
         return self.table.decode(self.window)[self.num_chars - held:]
-
-    def start(self, prompt_tail: list[int]):
-        for token_id in prompt_tail: self.push(token_id)
-        self.num_held = 0  # the prompt's text is not ours to emit
 
 # %% ../nbs/04_tokenizer.ipynb #fallback-stream
 class _FallbackStream(_WindowStream):
@@ -190,6 +250,13 @@ class _FallbackStream(_WindowStream):
         self.utf8 = codecs.getincrementaldecoder("utf-8")("strict")
         self.last_char = ""       # of the run's complete characters
 
+    def start(self, prompt_tail: list[int]):
+        byte_of = self.table.fallback_byte
+        while prompt_tail and 0x80 <= (byte_of(prompt_tail[0]) or 0) < 0xC0:
+            prompt_tail = prompt_tail[1:]  # the middle of a cut character
+        super().start(prompt_tail)
+        self._cut_run()
+
     def push(self, token_id: int) -> str:
         byte = self.table.fallback_byte(token_id)
         if byte is None: return self._end_run() + self._extend([token_id])
@@ -200,37 +267,28 @@ class _FallbackStream(_WindowStream):
         return self._cut_run() if len(self.run) >= MAX_BYTE_RUN else ""
 
     def _break_run(self) -> str:
-        # The last token is context enough, whatever it decodes to.
         text, self.window = REPLACEMENT * len(self.run), self.run[-1:]
-        self._keep(1)
+        self._keep(1)             # one token is context enough
         self.run, self.broken = [], True
         return text
 
     def _cut_run(self) -> str:
-        # Emit the complete characters; the last one stays as context, whole.
-        num_open = len(self.utf8.getstate()[0])
-        done, rest = self.run[:len(self.run) - num_open], self.run[len(self.run) - num_open:]
-        if not done: return ""
-        text, self.run = self._extend(done), rest
+        "Emit the complete characters; the last one stays as context, whole."
+        num_done = len(self.run) - len(self.utf8.getstate()[0])
+        if not num_done: return ""
+        text, self.run = self._extend(self.run[:num_done]), self.run[num_done:]
         self._keep(len(self.last_char.encode()))
         return text
 
     def _end_run(self) -> str:
-        whole = not self.utf8.getstate()[0]
-        text = self._cut_run() if whole and not self.broken else ""
+        whole = not self.broken and not self.utf8.getstate()[0]
+        text = self._cut_run() if whole else ""
         if self.run: text += self._break_run()
         self.utf8.reset()
         self.broken = False
         return text
 
     def flush(self) -> str: return self._end_run() + super().flush()
-
-    def start(self, prompt_tail: list[int]):
-        byte_of = self.table.fallback_byte
-        while prompt_tail and 0x80 <= (byte_of(prompt_tail[0]) or 0) < 0xC0:
-            prompt_tail = prompt_tail[1:]  # the middle of a cut character
-        super().start(prompt_tail)
-        self._cut_run()
 
 # %% ../nbs/04_tokenizer.ipynb #incremental-detokenizer
 class IncrementalDetokenizer:
@@ -240,7 +298,7 @@ class IncrementalDetokenizer:
         tokenizer: Any,                     # from `get_tokenizer`
         prompt_token_ids: list[int] = (),   # what the output follows
         skip_special_tokens: bool = True,   # leave special tokens out
-        spaces_between_special_tokens: bool = True, # kept for vLLM's signature
+        spaces_between_special_tokens: bool = True, # no effect: see below
     ):
         table = self._table = _table_of(tokenizer)
         stream = _ByteStream if table.byte_level else \
@@ -264,9 +322,10 @@ class IncrementalDetokenizer:
     def update(self,
         new_token_ids: list[int], # the sequence's next tokens
     ) -> str:                     # text that no later token can change
-        "Take tokens in, give certain text out; ids outside the vocabulary add nothing."
+        "Take tokens in, give certain text out; unknown ids add nothing."
         self.token_ids += new_token_ids
-        text = "".join(self._stream.push(i) for i in new_token_ids if self._shows(i))
+        push = self._stream.push
+        text = "".join(push(i) for i in new_token_ids if self._shows(i))
         if text: self._pieces.append(text)
         return text
 
@@ -277,7 +336,8 @@ class IncrementalDetokenizer:
         return text
 
     @property
-    def output_text(self) -> str: # everything `update` and `flush` returned
+    def output_text(self) -> str:
+        "Everything that `update` and `flush` have returned."
         if self._pieces:
             self._text += "".join(self._pieces)
             self._pieces = []
@@ -292,12 +352,15 @@ def decode_token(
     tokenizer: Any, # from `get_tokenizer`
     token_id: int,  # any number
 ) -> str:           # the token's own text, "" outside the vocabulary
-    "Decode one token as it reads in the middle of a text: its leading space is kept."
+    "Decode one token as it reads inside a text: its leading space is kept."
     table = _table_of(tokenizer)
     if not table.token(token_id): return ""
     if table.byte_level: return table.bytes_of(token_id).decode(errors="replace")
-    before = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    return table.decode([*before, token_id])[len(table.decode(before)):]
+    if token_id not in table.pieces:
+        before = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        text = table.decode([*before, token_id])
+        table.pieces[token_id] = text[len(table.decode(before)):]
+    return table.pieces[token_id]
 
 # %% ../nbs/04_tokenizer.ipynb #check-stop-strings
 def check_stop_strings(
@@ -309,24 +372,25 @@ def check_stop_strings(
     "Look for the first string of `stop` that the new characters complete."
     if not num_new_chars: return None
     for string in stop:
-        start = max(0, len(output_text) - num_new_chars - len(string) + 1)
-        found = output_text.find(string, start)
+        start = len(output_text) - num_new_chars - len(string) + 1
+        found = output_text.find(string, max(0, start))
         if found == -1: continue
-        end = found + len(string)
         if not include_in_output: return string, found
+        end = found + len(string)
         return string, -1 if end == len(output_text) else end
     return None
 
-# %% ../nbs/04_tokenizer.ipynb #flatten-content
+# %% ../nbs/04_tokenizer.ipynb #flatten
 def _flatten(message: dict) -> dict:
     "Join a message's text parts; raises `ValueError` for other kinds of parts."
     if not isinstance(message, dict) or "role" not in message:
         raise ValueError(f"a message must be a dict with a role, got {message!r}")
     content = message.get("content")
     if not isinstance(content, list): return message
-    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
-    for kind in kinds:
-        if kind != "text": raise ValueError(f"message parts must be of type 'text', got {kind!r}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise ValueError(f"message parts must be of type 'text', got {kind!r}")
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 # %% ../nbs/04_tokenizer.ipynb #apply-chat-template
@@ -338,61 +402,14 @@ def apply_chat_template(
 ) -> list[int]:            # prompt token ids
     "Write a conversation as the model was trained to see it."
     if not messages: raise ValueError("messages must not be empty, got []")
-    if not (kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)):
-        raise ValueError("the tokenizer has no chat template: pass chat_template=..., set "
-                         "tokenizer.chat_template, or send a plain prompt to generate")
+    own = getattr(tokenizer, "chat_template", None)
+    if not (kwargs.get("chat_template") or own):
+        raise ValueError("the tokenizer has no chat template: pass chat_template=..., "
+                         "set tokenizer.chat_template, or send a plain prompt to generate")
     try:
-        ids = tokenizer.apply_chat_template([_flatten(m) for m in messages], tokenize=True,
-            add_generation_prompt=add_generation_prompt, return_dict=False, **kwargs)
+        ids = tokenizer.apply_chat_template(
+            [_flatten(m) for m in messages], tokenize=True, return_dict=False,
+            add_generation_prompt=add_generation_prompt, **kwargs)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     return list(ids)
-
-# %% ../nbs/04_tokenizer.ipynb #byte-tokenizer
-class ByteTokenizer:
-    "A tokenizer with no files: a token is a byte, and a few specials follow."
-    bos_token_id, eos_token_id, pad_token_id = 256, 257, None
-    is_fast, name_or_path = False, "byte"
-    special_tokens = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
-    bos_token, eos_token = special_tokens[:2]
-    chat_template = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>{% endfor %}"
-                     "{% if add_generation_prompt %}<|assistant|>{% endif %}")
-
-    @property
-    def vocab_size(self) -> int: return 256 + len(self.special_tokens)
-    def __len__(self) -> int: return self.vocab_size
-
-    @property
-    def all_special_ids(self) -> list[int]: return list(range(256, self.vocab_size))
-    @property
-    def all_special_tokens(self) -> list[str]: return list(self.special_tokens)
-
-    def token_bytes(self, token_id: int) -> bytes: # b"" outside the vocabulary
-        if 0 <= token_id < 256: return bytes([token_id])
-        inside = 256 <= token_id < self.vocab_size
-        return self.special_tokens[token_id - 256].encode() if inside else b""
-
-    def encode(self, text: str, add_special_tokens: bool = True, **_) -> list[int]:
-        names = "|".join(map(re.escape, self.special_tokens))
-        parts = re.split(f"({names})", text)
-        return [i for part in parts for i in (
-            [256 + self.special_tokens.index(part)] if part in self.special_tokens else part.encode())]
-
-    def __call__(self, text: str | list[str], **kwargs) -> dict:
-        ids = self.encode(text) if isinstance(text, str) else [self.encode(t) for t in text]
-        return {"input_ids": ids}
-
-    def decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else token_ids
-        shown = [i for i in ids if i < 256 or not skip_special_tokens]
-        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
-
-    def convert_ids_to_tokens(self, ids):
-        if not isinstance(ids, int): return [self.convert_ids_to_tokens(i) for i in ids]
-        return self.special_tokens[ids - 256] if ids >= 256 else f"<0x{ids:02X}>"
-
-    def apply_chat_template(self, messages, add_generation_prompt=False, chat_template=None,
-                            tokenize=True, **kwargs):
-        template = jinja2.Template(chat_template or self.chat_template)
-        text = template.render(messages=messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(text) if tokenize else text
