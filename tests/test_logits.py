@@ -398,9 +398,9 @@ def test_metadata_from_params_leaves_out_what_nobody_asked_for():
     m = L.SamplingMetadata.from_params([plain] * 2, [[1], [2]], [[], []], 10)
     assert m.all_greedy and not m.all_random and m.no_penalties
     assert m.temperature is m.top_p is m.top_k is m.min_p is m.prompt_token_ids is None
-    assert m.max_num_logprobs is None and m.allowed_token_ids_mask is None and m.random_rows == []
+    assert m.max_num_logprobs is None and m.allowed_token_ids_mask is None and m.random_rows()[1] == []
     mixed = [plain, SamplingParams(temperature=0.5, top_k=3, logprobs=0, allowed_token_ids=[2])]
     m = L.SamplingMetadata.from_params(mixed, [[1], [2]], [[], []], 10)
-    assert not m.all_greedy and not m.all_random and m.random_rows == [1]
+    assert not m.all_greedy and not m.all_random and m.random_rows()[1] == [1]
     assert m.top_k.tolist() == [-1, 3] and m.max_num_logprobs == 0
     assert m.allowed_token_ids_mask.sum(-1).tolist() == [0, 9]

@@ -232,14 +232,9 @@ def test_output_lists_are_read_anew_each_step():
     logits = torch.tensor([[3.0, 2, 0]])
     tokens = []
     for _ in range(3):
-        tokens.append(Sampler()(logits.clone(), L.SamplingMetadata(
-            **{**vars_of(m), "prompt_token_ids": L.pad_token_ids([[]], 3)})).sampled_token_ids.item())
+        tokens.append(Sampler()(logits.clone(), m).sampled_token_ids.item())
         output.append(tokens[-1])
     assert tokens == [0, 1, 0]
-
-
-def vars_of(m):
-    return {k: v for k, v in vars(m).items() if not k.startswith("_")}
 
 
 def test_metadata_of_another_batch_is_an_error():

@@ -103,12 +103,11 @@ class Sampler:
         metadata: SamplingMetadata,
     ) -> Tensor:                    # [rows], int64
         "Take the best token of greedy rows; let the others draw, in place."
-        rows = [] if metadata.all_greedy else metadata.random_rows
+        at, rows = (None, []) if metadata.all_greedy else metadata.random_rows()
         if len(rows) == len(logits) > 0: return self._draw(logits, metadata, rows)
         sampled = sample_greedy(logits)
         if not rows: return sampled
         # Greedy rows are left out: they draw nothing and pay for nothing.
-        at = torch.tensor(rows, device=logits.device)
         drawing = logits[at]
         sampled[at] = self._draw(drawing, metadata, rows, at)
         if not self.raw: logits[at] = drawing
