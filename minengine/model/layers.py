@@ -98,7 +98,9 @@ def apply_rotary(
     sin: Tensor, # [num_tokens, 1, head_dim], its first half negated
 ) -> Tensor:     # like `x`, contiguous
     "Turn number i of a head together with number i + head_dim / 2."
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    swapped = x.roll(x.shape[-1] // 2, -1)   # the second half first
+    if x.dtype == torch.float32: return (x * cos).addcmul_(swapped, sin)
+    return x * cos + swapped * sin   # rounds after each step, as transformers does
 
 # %% ../../nbs/12_layers.ipynb #inverse-frequencies
 def inverse_frequencies(
