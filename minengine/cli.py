@@ -106,7 +106,8 @@ def make_params(
     recommended: dict,  # the model's generation config; {}: not known yet
 ) -> SamplingParams:    # in deltas, for a stream
     "What the user gave, else what the model's makers recommend, else greedy."
-    given = {"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS}
+    given = {"max_tokens": DEFAULT_MAX_TOKENS}
+    if getattr(options, "n", 1) == 1: given["temperature"] = 0.0 # n equal answers help nobody
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         if recommended.get(name) is not None: given[name] = recommended[name]
     given |= pick(options, set(SamplingParams.__struct_fields__))
@@ -182,14 +183,14 @@ def run_chat(
     "`minengine chat`: a conversation, until Ctrl-D."
     from minengine.llm import render_chat
     llm, params = start(options)
-    start = [] if options.system is None else [{"role": "system", "content": options.system}]
-    messages = list(start)
+    opening = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = list(opening)
     print("Ctrl-C stops an answer, Ctrl-D ends, /new starts again.", file=sys.stderr)
     while True:
         try: text = input("> ")
         except (EOFError, KeyboardInterrupt): break
         if text.strip() == "/new":
-            messages = list(start)
+            messages = list(opening)
             continue
         if not text.strip(): continue
         messages.append({"role": "user", "content": text})

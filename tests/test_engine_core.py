@@ -6,12 +6,11 @@ import sys
 import pytest
 from front_tiny import ToyExecutor, make_config
 
-from minengine.config import EngineArgs
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.tokenizer import ByteTokenizer
-from minengine.v1.engine.core import EngineCore, check_v1_config, fit_max_model_len
+from minengine.v1.engine.core import EngineCore, fit_max_model_len
 from minengine.v1.engine.core_client import EngineCoreClient, InprocClient, make_client
-from minengine.v1.engine.llm_engine import LLMEngineV1, check_v1_args
+from minengine.v1.engine.llm_engine import LLMEngineV1
 from minengine.v1.messages import EngineCoreRequest, FinishReason
 
 
@@ -75,19 +74,6 @@ def test_a_limit_nobody_set_is_lowered_everywhere(caplog):
 def test_the_executor_is_asked_when_no_size_is_given():
     core = make_core(num_blocks=None)
     assert core.executor.num_blocks == core.vllm_config.cache_config.num_gpu_blocks == 64
-
-
-@pytest.mark.parametrize("field, value", [
-    ("policy", "priority"), ("num_scheduler_steps", 8), ("preemption_mode", "swap"), ("delay_factor", 0.5), ("num_lookahead_slots", 2)])
-def test_v0_options_are_refused_before_anything_is_loaded(field, value):
-    def never(config): raise AssertionError("the executor was made")
-    with pytest.raises(ValueError, match=f"{field}={value!r} is an option of engine 'v0'"):
-        make_core(executor=never, **{field: value})
-    check_v1_config(make_config(preemption_mode="recompute"))
-
-
-def test_chunked_prefill_can_not_be_switched_off():
-    with pytest.raises(ValueError, match="enable_chunked_prefill=False"): check_v1_args(EngineArgs(enable_chunked_prefill=False))
 
 
 def test_core_imports_no_tokenizer_and_no_torch():

@@ -1,0 +1,365 @@
+"""The front door: vLLM's `LLM` on a tiny model with random weights."""
+import gc
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from front_tiny import ARGS, make_folder
+
+from minengine.llm import (
+    LLM, default_sampling_params, interrupts_wait, list_prompts, make_engine_args, one_each, render_chat)
+from minengine.sampling_params import RequestOutputKind, SamplingParams
+from minengine.tokenizer import ByteTokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = ["hello", "The capital of France is", "a", "one two three four five six seven eight"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    return LLM(make_folder(tmp_path_factory.mktemp("tiny")), **ARGS)
+
+
+@pytest.fixture(autouse=True)
+def idle_again(request):
+    "Whatever a test did, nothing of it is left in the engine."
+    yield
+    if "llm" in request.fixturenames: assert_idle(request.getfixturevalue("llm"))
+
+
+def core_of(llm): return llm.llm_engine.engine_core.engine_core
+
+
+def assert_idle(llm):
+    core = core_of(llm)
+    runner, manager = core.executor.worker.model_runner, core.scheduler.kv_cache_manager
+    assert not llm.llm_engine.has_unfinished_requests() and not core.scheduler.requests
+    assert not runner.requests and runner.batch.num_reqs == 0
+    assert manager.num_free_blocks == core.vllm_config.cache_config.num_gpu_blocks
+    assert not llm._streams
+    core.check_invariants()
+    llm.llm_engine.output_processor.check_invariants()
+
+
+def tokens(outputs): return [o.outputs[0].token_ids for o in outputs]
+
+
+# generate
+
+def test_results_come_in_the_order_of_the_prompts(llm):
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5, 1)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [o.prompt for o in outputs] == PROMPTS
+    assert [len(t) for t in tokens(outputs)] == [9, 2, 5, 1]
+    assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+    assert all(o.outputs[0].text == llm.get_tokenizer().decode(o.outputs[0].token_ids, skip_special_tokens=True) for o in outputs)
+
+
+def test_field_transformers45943_a_second_call_gets_its_own_results(llm):
+    first = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    again = llm.generate(PROMPTS[::-1], GREEDY, use_tqdm=False)
+    assert tokens(first) == tokens(again)[::-1]
+    assert not {o.request_id for o in first} & {o.request_id for o in again}
+
+
+def test_alone_and_together_are_equal(llm):
+    together = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert tokens(together) == [tokens(llm.generate(p, GREEDY, use_tqdm=False))[0] for p in PROMPTS]
+
+
+def test_forms_of_prompts(llm):
+    ids = [104, 101, 108, 108, 111]
+    want = tokens(llm.generate("hello", GREEDY, use_tqdm=False))
+    for prompts in (ids, {"prompt_token_ids": ids}, [ids], ["hello"], np.array(ids), ({"prompt": "hello"},)):
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
+    for given in (ids, [ids]):
+        assert tokens(llm.generate(prompt_token_ids=given, sampling_params=GREEDY, use_tqdm=False)) == want
+    named, = llm.generate("x", GREEDY, prompt_token_ids=ids, use_tqdm=False)
+    assert named.prompt == "x" and named.prompt_token_ids == ids
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_list_prompts():
+    assert list_prompts("a") == ["a"] and list_prompts([1, 2]) == [[1, 2]] and list_prompts([[1], [2]]) == [[1], [2]]
+    assert list_prompts(None, [1, 2]) == [{"prompt_token_ids": [1, 2]}]
+    with pytest.raises(ValueError, match="needs prompts"): list_prompts(None)
+    with pytest.raises(ValueError, match="2 prompts, but 1 lists"): list_prompts(["a", "b"], [[1]])
+    with pytest.raises(ValueError, match="3 prompts, but 2 sampling_params"): one_each("sampling_params", [1, 2], 3)
+
+
+def test_the_users_params_are_not_changed(llm):
+    params = SamplingParams(max_tokens=500, bad_words=["x"])
+    before = params.clone()
+    llm.generate("a", params, use_tqdm=False)
+    assert params == before and params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_n_and_seeds_equal_single_requests(llm):
+    many, = llm.generate("hello", SamplingParams(n=3, seed=5, max_tokens=6), use_tqdm=False)
+    single = [llm.generate("hello", SamplingParams(seed=5 + i, max_tokens=6), use_tqdm=False)[0] for i in range(3)]
+    assert [c.token_ids for c in many.outputs] == tokens(single)
+    assert len({tuple(c.token_ids) for c in many.outputs}) == 3
+
+
+def test_logprobs_and_scoring(llm):
+    out, = llm.generate("hello", SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True), use_tqdm=False)
+    answer = out.outputs[0]
+    assert [len(p) for p in answer.logprobs] == [2, 2, 2]
+    assert answer.cumulative_logprob == pytest.approx(sum(p[t].logprob for p, t in zip(answer.logprobs, answer.token_ids)))
+    assert all(p[t].rank == 1 for p, t in zip(answer.logprobs, answer.token_ids))
+    assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == 5
+    # Scoring the same text gives the numbers that generating it gave.
+    whole = out.prompt_token_ids + answer.token_ids
+    score, = llm.generate([whole], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert score.outputs[0].token_ids == [] and score.outputs[0].finish_reason == "length"
+    for position, sampled, token in zip(score.prompt_logprobs[5:], answer.logprobs, answer.token_ids):
+        assert position[token].logprob == pytest.approx(sampled[token].logprob, abs=1e-4)
+
+
+def test_scoring_a_full_window(llm):
+    out, = llm.generate([[5] * 256], SamplingParams(max_tokens=0, prompt_logprobs=0), use_tqdm=False)
+    assert len(out.prompt_logprobs) == 256
+
+
+def test_rest_of_the_window(llm):
+    out, = llm.generate("x" * 240, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 16 and out.outputs[0].finish_reason == "length"
+
+
+def test_stops(llm):
+    free, = llm.generate("hello", GREEDY, use_tqdm=False)
+    token, text = free.outputs[0].token_ids[3], free.outputs[0].text
+    first = free.outputs[0].token_ids.index(token)
+    out, = llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[token]), use_tqdm=False)
+    assert (out.outputs[0].token_ids, out.outputs[0].stop_reason) == (free.outputs[0].token_ids[:first + 1], token)
+    out, = llm.generate("hello", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=text[1:3]), use_tqdm=False)
+    assert out.outputs[0].text == text[:text.index(text[1:3])] and out.outputs[0].finish_reason == "stop"
+
+
+def test_eos_min_tokens_and_ignore_eos(llm):
+    force = dict(temperature=0, max_tokens=6, logit_bias={257: 100.0})
+    for params, num in ((SamplingParams(**force), 1), (SamplingParams(**force, min_tokens=3), 4), (SamplingParams(**force, ignore_eos=True), 6)):
+        out, = llm.generate("hello", params, use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == num
+        assert out.outputs[0].finish_reason == ("length" if num == 6 else "stop")
+
+
+def test_allowed_tokens_and_bad_words(llm):
+    out, = llm.generate("hello", SamplingParams(max_tokens=20, allowed_token_ids=[97, 98, 99], bad_words=["b"]), use_tqdm=False)
+    assert set(out.outputs[0].text) <= {"a", "c"}
+
+
+def test_prefix_cache_is_reported_and_reset(llm):
+    prompt = "a prompt that is longer than a block of sixteen"
+    llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_detokenize_false(llm):
+    out, = llm.generate("hello", SamplingParams(max_tokens=3, detokenize=False, ignore_eos=True), use_tqdm=False)
+    assert (out.outputs[0].text, len(out.outputs[0].token_ids)) == ("", 3)
+
+
+def test_progress_bar(llm, capsys):
+    llm.generate(PROMPTS, GREEDY)
+    shown = capsys.readouterr().err
+    assert "Processed prompts: 100%" in shown and "toks/s" in shown
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+# One bad prompt
+
+@pytest.mark.parametrize("bad", [[], [300], "x" * 300, {"x": 1}])
+def test_a_bad_prompt_takes_its_call_with_it_and_nothing_else(llm, bad):
+    with pytest.raises(ValueError, match="prompt 2: "): llm.generate(["a", "b", bad, "c"], GREEDY, use_tqdm=False)
+    assert_idle(llm)
+    assert core_of(llm).scheduler.finished_req_ids == set()
+    assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
+
+
+def test_bad_params(llm):
+    for params, message in (([GREEDY], "2 prompts, but 1 sampling_params"), ([GREEDY, None], "must be SamplingParams"), ("x", "must be SamplingParams")):
+        with pytest.raises(ValueError, match=message): llm.generate(["a", "b"], params, use_tqdm=False)
+    with pytest.raises(ValueError, match="2 prompts, but 1 priority"): llm.generate(["a", "b"], GREEDY, priority=[0], use_tqdm=False)
+    with pytest.raises(ValueError, match="priority is not supported"): llm.generate("a", GREEDY, priority=[1], use_tqdm=False)
+
+
+# Interrupts and failures
+
+def test_ctrl_c_ends_the_call_after_its_step(llm):
+    engine, steps = llm.llm_engine, []
+    step = engine.step
+    def step_with_ctrl_c():
+        steps.append(0)
+        if len(steps) == 3: os.kill(os.getpid(), signal.SIGINT)
+        outputs = step()
+        steps[-1] = 1  # the step was not torn apart
+        return outputs
+    engine.step = step_with_ctrl_c
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    finally: del engine.step
+    assert steps == [1, 1, 1] and signal.getsignal(signal.SIGINT) is before
+    assert_idle(llm)
+    assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
+
+
+def test_the_second_ctrl_c_does_not_wait():
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_wait():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100): time.sleep(0.01)
+            raise AssertionError("not interrupted")
+
+
+def test_interrupts_are_left_alone_in_other_threads(llm):
+    before, got = signal.getsignal(signal.SIGINT), []
+    thread = threading.Thread(target=lambda: got.append(llm.generate("a", GREEDY, use_tqdm=False)))
+    thread.start(); thread.join()
+    assert len(got) == 1 and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_failing_model_ends_the_call_and_the_next_one_works(llm):
+    want = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    runner = core_of(llm).executor.worker.model_runner
+    model, calls = runner.run_model, []
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2: raise RuntimeError("out of memory")
+        return model(*args)
+    runner.run_model = failing
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"): llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    finally: runner.run_model = model
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want
+
+
+# Streams
+
+def test_stream_kinds(llm):
+    want, = llm.generate("hello", GREEDY, use_tqdm=False)
+    text = want.outputs[0].text
+    for kind in RequestOutputKind:
+        params = GREEDY.clone()
+        params.output_kind = kind
+        shown = list(llm.stream("hello", params))
+        assert shown[-1].finished and all(not o.finished for o in shown[:-1])
+        if kind is RequestOutputKind.DELTA: assert "".join(o.outputs[0].text for o in shown) == text
+        else: assert shown[-1].outputs[0].text == text
+        assert len(shown) == (1 if kind is RequestOutputKind.FINAL_ONLY else 8)
+
+
+def test_leaving_a_stream_aborts_it(llm):
+    for output in llm.stream("hello", SamplingParams(max_tokens=200, ignore_eos=True)): break
+    gc.collect()
+    assert_idle(llm)
+    stream = llm.stream("hello", SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert_idle(llm)
+    llm.stream("hello", GREEDY)  # never started: nothing to end
+
+
+def test_streams_and_calls_side_by_side(llm):
+    want = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    streams = [llm.stream(p, GREEDY) for p in PROMPTS[:2]]
+    first = [next(s) for s in streams]
+    assert tokens(llm.generate(PROMPTS[2:], GREEDY, use_tqdm=False)) == want[2:]
+    assert [list(s)[-1].outputs[0].token_ids for s in streams] == want[:2]
+    assert all(not o.finished for o in first)
+
+
+def test_a_stream_with_a_bad_prompt(llm):
+    with pytest.raises(ValueError, match="empty"): next(llm.stream([], GREEDY))
+
+
+def test_a_stream_whose_engine_failed_does_not_wait_for_ever(llm):
+    stream = llm.stream("hello", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    llm.llm_engine._abandon()
+    with pytest.raises(RuntimeError, match="let go of this request"): list(stream)
+
+
+# chat
+
+def test_chat(llm):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    out, = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert out.prompt == "<|system|>be brief<|eos|><|user|>hi<|eos|><|assistant|>"
+    assert out.prompt_token_ids == ByteTokenizer().encode(out.prompt)
+    both = llm.chat([messages, messages[1:]], GREEDY, use_tqdm=False)
+    assert [o.prompt.startswith("<|system|>") for o in both] == [True, False]
+    bare, = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert not bare.prompt.endswith("<|assistant|>")
+    own, = llm.chat(messages, GREEDY, use_tqdm=False, chat_template="{{ messages[0].content }}!")
+    assert own.prompt == "be brief!"
+
+
+def test_chat_errors(llm):
+    with pytest.raises(ValueError, match="empty"): llm.chat([], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="role"): llm.chat([{"content": "x"}], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="needs a tokenizer"): render_chat(None, [{"role": "user", "content": "x"}])
+
+
+def test_field_vllm40689_the_template_is_counted(llm):
+    template = len(render_chat(llm.get_tokenizer(), [{"role": "user", "content": ""}])["prompt_token_ids"])
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    out, = llm.chat([{"role": "user", "content": "x" * (250 - template)}], params, use_tqdm=False)
+    assert (len(out.prompt_token_ids), len(out.outputs[0].token_ids)) == (250, 6)
+
+
+# Start-up
+
+def test_start_up_says_what_runs(tmp_path, capsys):
+    LLM(make_folder(tmp_path / "tiny"), **ARGS)
+    shown = capsys.readouterr().err
+    for part in ("engine v1", "tiny", "float32 on cpu", "weights", "1,024 tokens: 64 blocks of 16", "4.0 requests of max_model_len 256"):
+        assert part in shown
+
+
+def test_vllm_arguments(tmp_path):
+    args = make_engine_args("m", "v1", trust_remote_code=True, quantization=None, block_size=8)
+    assert (args.model, args.block_size) == ("m", 8)
+    with pytest.raises(ValueError, match="quantization='awq' is not supported"): make_engine_args("m", "v1", quantization="awq")
+    with pytest.raises(TypeError, match="no argument 'bloc_size'"): make_engine_args("m", "v1", bloc_size=8)
+
+
+def test_tokenizer_objects_and_none(tmp_path):
+    folder = make_folder(tmp_path / "tiny")
+    own = ByteTokenizer()
+    assert LLM(folder, **ARGS | {"tokenizer": own}).get_tokenizer() is own
+    llm = LLM(folder, **ARGS | {"tokenizer": None, "skip_tokenizer_init": True})
+    assert llm.get_tokenizer() is None
+    out, = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert len(out.outputs[0].token_ids) == 8 and out.outputs[0].text == ""
+
+
+def test_field_lm_eval3154_defaults_come_from_the_model(tmp_path):
+    folder = make_folder(tmp_path / "tiny")
+    (tmp_path / "tiny" / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 7, "eos_token_id": [257, 258]}')
+    params = LLM(folder, **ARGS).get_default_sampling_params()
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty, params.max_tokens) == (0.6, 0.9, 20, 1.1, 7)
+    assert LLM(folder, generation_config="vllm", **ARGS).get_default_sampling_params() == SamplingParams()
+    assert default_sampling_params({}) == SamplingParams()
+
+
+def test_same_seed_same_answers_and_the_users_generator_is_left_alone(tmp_path):
+    import torch
+    folder = make_folder(tmp_path / "tiny")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    answers = [tokens(LLM(folder, **ARGS, seed=seed).generate(PROMPTS, SamplingParams(max_tokens=8), use_tqdm=False)) for seed in (1, 1, 2)]
+    assert answers[0] == answers[1]  # the weights are seeded too, so no comparison with 2
+    assert torch.equal(torch.get_rng_state(), before)  # field vllm#17929
