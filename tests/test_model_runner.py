@@ -87,9 +87,7 @@ def order(new=(), cached=(), counts=None, drafts=None, finished=()):
 class Worker:
     "Just enough of a runner to apply orders."
     def __init__(self): self.batch, self.requests = InputBatch(8, 40, 10, "cpu", VOCAB), {}
-    def apply(self, order): update_batch(self.batch, self.requests, order, self.make_state)
-    def make_state(self, d):
-        return CachedRequestState(d.req_id, d.prompt_token_ids, d.sampling_params, list(d.block_ids), d.num_computed_tokens)
+    def apply(self, order): update_batch(self.batch, self.requests, order)
     def tokens(self, req_id):
         row = self.batch.req_id_to_index[req_id]
         return self.batch.tokens.token_ids[row, :self.batch.tokens.num_tokens[row]].tolist()
@@ -344,8 +342,8 @@ def plain_logprobs(tokens: list[int]) -> torch.Tensor:
     w = InputBatch(1, 128, 32, "cpu", VOCAB)
     w.add_request(CachedRequestState("a", tokens, GREEDY, list(range(32)), 0))
     with torch.inference_mode():
-        hidden = runner._forward(runner.buffers.fill(w, np.array([len(tokens)])))
-        # `_forward` reads the buffers of the runner, which `fill` has written.
+        hidden = runner.forward(runner.buffers.fill(w, np.array([len(tokens)])))
+        # `forward` reads the buffers of the runner, which `fill` has written.
         return tiny_model().compute_logits(hidden).log_softmax(-1)
 
 
@@ -498,3 +496,23 @@ def test_profile_run_needs_no_cache():
     runner = ModelRunner(tiny_config(), tiny_model())
     runner.profile_run()
     assert runner.kv_caches == []
+
+
+def test_a_failed_step_leaves_a_runner_that_works():
+    "The engine ends all requests after a failure; the next ones must not notice."
+    engine, model, fail = Engine(), tiny_model(), [False]
+    def run_model(input_ids, positions):
+        if fail[0]: raise RuntimeError("out of luck")
+        return model(input_ids, positions)
+    engine.runner.run_model = run_model
+    engine.add("a", [1, 2, 3], max_tokens=9)
+    engine.step()
+    engine.add("b", [4, 5, 6], SamplingParams(temperature=0, prompt_logprobs=1))
+    fail[0] = True
+    with pytest.raises(RuntimeError): engine.step()
+    fail[0] = False
+    for req_id in "ab": engine.abort(req_id)
+    engine.add("a", [7, 8, 9], max_tokens=5)
+    assert engine.run()["a"] == alone([7, 8, 9], max_tokens=5)
+    engine.step()
+    assert engine.runner.requests == {} and engine.runner.prompt_logprobs == {}
