@@ -19,28 +19,29 @@ from ..request import RequestStatus
 def fit_max_model_len(
     num_blocks: int,     # blocks in the pool
     block_size: int,     # tokens per block
-    max_model_len: int,  # the longest request allowed so far, in tokens
-    may_lower: bool,     # True: the user did not set the limit
-) -> int:                # the limit that holds from now on
-    "Make sure one longest request fits; raises `ValueError` with the numbers."
+    max_model_len: int,  # longest request allowed so far, in tokens
+    may_lower: bool,     # True: the user did not set that limit
+) -> int:                # the limit from now on
+    "Make room for one longest request; `ValueError` with the numbers if not."
     num_tokens = num_blocks * block_size
     if num_tokens >= max_model_len: return max_model_len
     if may_lower and num_tokens: return num_tokens
-    remedy = f"set max_model_len to at most {num_tokens}, or " if num_tokens else ""
+    shorter = f"set max_model_len to at most {num_tokens}, or " * bool(num_tokens)
     raise ValueError(
         f"the KV cache holds {num_tokens} tokens ({num_blocks} blocks of "
-        f"{block_size}), but a request may grow to max_model_len={max_model_len}: "
-        f"{remedy}give the cache more memory (gpu_memory_utilization, "
-        "cpu_kv_cache_space) or a size (num_gpu_blocks_override)")
+        f"{block_size}), but a request may grow to max_model_len="
+        f"{max_model_len}: {shorter}give the cache more memory "
+        "(gpu_memory_utilization, cpu_kv_cache_space) or blocks "
+        "(num_gpu_blocks_override)")
 
 # %% ../../../nbs/56_v1_engine_core.ipynb #engine-core
 class EngineCore:
     "Owns the scheduler and the executor; knows no text and no connection."
 
     def __init__(self,
-        vllm_config: VllmConfig, # `num_gpu_blocks` is filled in; limits may be lowered
+        vllm_config: VllmConfig, # pool size and limits are written into it
         executor_class: type,    # made here, with `vllm_config`
-        log_stats: bool = False, # True: requests carry events, steps carry stats
+        log_stats: bool = False, # True: events and statistics in the outputs
     ):
         self.vllm_config = vllm_config
         self.executor = executor_class(vllm_config)
@@ -53,39 +54,36 @@ class EngineCore:
 
     def _initialize_kv_cache(self):
         config, cache = self.vllm_config, self.vllm_config.cache_config
-        num_blocks = cache.num_gpu_blocks_override
-        if num_blocks is None: num_blocks = self.executor.determine_num_available_blocks()
-        model_config = config.model_config
+        num_blocks, model = cache.num_gpu_blocks_override, config.model_config
+        if num_blocks is None:
+            num_blocks = self.executor.determine_num_available_blocks()
         limit = fit_max_model_len(num_blocks, cache.block_size,
-                                  model_config.max_model_len, model_config.fit_max_model_len)
-        if limit < model_config.max_model_len:
-            logging.getLogger(__name__).warning(
-                "max_model_len lowered from %d to %d, the tokens that fit in %d blocks of %d",
-                model_config.max_model_len, limit, num_blocks, cache.block_size)
+                                  model.max_model_len, model.fit_max_model_len)
+        if limit < model.max_model_len: logging.getLogger(__name__).warning(
+            "max_model_len lowered from %d to %d: so many tokens fit in %d blocks",
+            model.max_model_len, limit, num_blocks)
         # One limit, read by scheduler, worker and front end alike.
-        model_config.max_model_len = config.scheduler_config.max_model_len = limit
-        cache.num_gpu_blocks, cache.num_cpu_blocks = num_blocks, 0  # V1 does not swap
+        model.max_model_len = config.scheduler_config.max_model_len = limit
+        cache.num_gpu_blocks, cache.num_cpu_blocks = num_blocks, 0
         self.executor.initialize(num_blocks)
 
-    def add_request(self,
-        request: EngineCoreRequest,
-    ):
-        "Queue a request; raises `ValueError` if its id is alive or it can never run."
+    def add_request(self, request: EngineCoreRequest):
+        "Queue a request; `ValueError` if its id is alive or it can never run."
         self.scheduler.add_request(Request.from_engine_core_request(request))
 
     def abort_requests(self,
         request_ids: list[str], # finished or unknown ones are skipped
     ):
         "End requests; no output comes for them any more."
-        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(
+            request_ids, RequestStatus.FINISHED_ABORTED)
         self._tell_workers()
 
-    def step(self) -> EngineCoreOutputs: # one entry for each request with news
+    def step(self) -> EngineCoreOutputs: # one entry per request with news
         "Schedule one batch, run the model on it, take the results in."
-        scheduler = self.scheduler
+        scheduler, order = self.scheduler, None
         if not scheduler.has_unfinished_requests():
             return EngineCoreOutputs(scheduler_stats=scheduler.make_stats())
-        order = None
         try:
             order = scheduler.schedule()
             result = self.executor.execute_model(order)
@@ -97,17 +95,20 @@ class EngineCore:
         return outputs
 
     def _tell_workers(self):
-        # The last request's end would wait in the scheduler for a next step,
-        # and its row in the worker with it: nothing comes, so send an empty order.
-        if self.scheduler.has_finished_requests() and not self.scheduler.has_unfinished_requests():
-            self.executor.execute_model(self.scheduler.schedule())
+        # The last end would wait for a next order, and rows in the workers
+        # with it. None comes: send an empty one.
+        scheduler = self.scheduler
+        if scheduler.has_unfinished_requests(): return
+        if scheduler.has_finished_requests():
+            self.executor.execute_model(scheduler.schedule())
 
     def _abandon(self, order):
         # Blocks may be registered whose KV was never computed: no request
-        # survives a failed step, and no cached block does.
+        # outlives a failed step, and no cached block does.
         scheduler = self.scheduler
-        scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
-        if order is not None: scheduler.finished_req_ids |= order.finished_req_ids
+        scheduler.finish_requests(
+            list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+        if order: scheduler.finished_req_ids |= order.finished_req_ids
         scheduler.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> bool: # False: blocks are in use

@@ -16,11 +16,11 @@ from ..messages import EngineCoreRequest
 
 # %% ../../../nbs/58_v1_core_client.ipynb #engine-core-client
 class EngineCoreClient(ABC):
-    "What the front end may ask of an engine core: plain messages, no objects."
+    "What a front end may ask of an engine core: plain messages, no objects."
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest):
-        "Send a request to the core."
+        "Send a request to the core; it may not be changed afterwards."
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]):
@@ -28,7 +28,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs: # of one step
-        "Wait for the next step's outputs."
+        "Wait for a step's outputs."
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool: # False: blocks are in use
@@ -48,8 +48,8 @@ class InprocClient(EngineCoreClient):
 
     def __init__(self,
         vllm_config: VllmConfig,
-        executor_class: type,
-        log_stats: bool = False,
+        executor_class: type,    # made by the core
+        log_stats: bool = False, # True: outputs carry statistics
     ):
         self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
         self.closed = False
@@ -75,11 +75,11 @@ def make_client(
     asyncio_mode: bool,       # True: outputs are awaited
     vllm_config: VllmConfig,
     executor_class: type,     # made in the core's process
-    log_stats: bool = False,
+    log_stats: bool = False,  # True: outputs carry statistics
 ) -> EngineCoreClient:
-    "Choose where the core runs; raises `NotImplementedError` for processes."
+    "Choose where the core runs; processes raise `NotImplementedError`."
     if multiprocess_mode or asyncio_mode:
         raise NotImplementedError(
-            "an engine core in its own process comes with the page on processes; "
-            "in this process: make_client(multiprocess_mode=False, asyncio_mode=False, ...)")
+            "a core in its own process comes with the page on processes; here: "
+            "make_client(multiprocess_mode=False, asyncio_mode=False, ...)")
     return InprocClient(vllm_config, executor_class, log_stats)
