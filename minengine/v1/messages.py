@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FinishReason', 'PlaceholderRange', 'EngineCoreRequest', 'EngineCoreEventType', 'EngineCoreEvent', 'LogprobsLists',
-           'EngineCoreOutput', 'SchedulerStats', 'EngineCoreOutputs', 'ModelRunnerOutput']
+           'ModelRunnerOutput', 'EngineCoreOutput', 'SchedulerStats', 'EngineCoreOutputs']
 
 # %% ../../nbs/40_v1_messages.ipynb #export-imports
 import enum
@@ -62,8 +62,11 @@ class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
     timestamp: float  # time.monotonic() of the core, seconds
 
     @classmethod
-    def new_event(cls, type: EngineCoreEventType, timestamp: float | None = None):
-        "Make an event, now unless `timestamp` says otherwise."
+    def new_event(cls,
+        type: EngineCoreEventType,       # what happened
+        timestamp: float | None = None,  # when; None: now
+    ):
+        "Make an event with the time of this process's monotonic clock."
         return cls(type, time.monotonic() if timestamp is None else timestamp)
 
 # %% ../../nbs/40_v1_messages.ipynb #logprobs-lists
@@ -79,6 +82,18 @@ class LogprobsLists(NamedTuple):
     ):              # those rows
         "Take the rows of one request out of the batch's."
         return LogprobsLists(*(x[start:end] for x in self))
+
+# %% ../../nbs/40_v1_messages.ipynb #model-runner-output
+class ModelRunnerOutput(
+    msgspec.Struct, array_like=True, omit_defaults=True, gc=False
+):
+    "What the worker gives back after one forward pass; row i is `req_ids[i]`."
+    req_ids: list[str]                # in row order
+    req_id_to_index: dict[str, int]   # its inverse
+    sampled_token_ids: list[list[int]]            # by row; drafts accepted: > 1
+    spec_token_ids: list[list[int]] | None = None # drafts for the next step
+    logprobs: LogprobsLists | None = None         # rows of all tokens, in order
+    prompt_logprobs_dict: dict[str, LogprobsLists | None] = {}  # if complete
 
 # %% ../../nbs/40_v1_messages.ipynb #engine-core-output
 class EngineCoreOutput(
@@ -120,15 +135,3 @@ class EngineCoreOutputs(
 
     def __post_init__(self):
         if not self.timestamp: self.timestamp = time.monotonic()
-
-# %% ../../nbs/40_v1_messages.ipynb #model-runner-output
-class ModelRunnerOutput(
-    msgspec.Struct, array_like=True, omit_defaults=True, gc=False
-):
-    "What the worker gives back after one forward pass; row i is `req_ids[i]`."
-    req_ids: list[str]                # in row order
-    req_id_to_index: dict[str, int]   # its inverse
-    sampled_token_ids: list[list[int]]            # by row; drafts accepted: > 1
-    spec_token_ids: list[list[int]] | None = None # drafts for the next step
-    logprobs: LogprobsLists | None = None         # rows of all tokens, in order
-    prompt_logprobs_dict: dict[str, LogprobsLists | None] = {}  # if complete

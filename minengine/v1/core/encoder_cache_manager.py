@@ -22,20 +22,26 @@ class EncoderCacheManager:
         self.cached: dict[str, dict[int, int]] = {}  # request -> input -> tokens
         self.freed: list[tuple[str, int]] = []       # to tell the workers
 
-    def has_cache(self, request: Any, input_id: int) -> bool:
+    def has_cache(self,
+        request: Any,   # the scheduler's `Request`
+        input_id: int,  # which of its pictures, from 0
+    ) -> bool:
         "Say whether the workers hold this encoder output."
         return input_id in self.cached.get(request.request_id, ())
 
     def can_allocate(self,
-        request: Any,
-        input_id: int,          # which of its encoder inputs
+        request: Any,           # the scheduler's `Request`
+        input_id: int,          # which of its pictures
         num_reserved: int = 0,  # tokens already promised in this pass
     ) -> bool:                  # True: it fits beside what is promised
         "Say whether the output of one more encoder input would fit."
         num_tokens = request.get_num_encoder_tokens(input_id)
         return num_tokens + num_reserved <= self.num_free_slots
 
-    def allocate(self, request: Any, input_id: int):
+    def allocate(self,
+        request: Any,   # the scheduler's `Request`
+        input_id: int,  # which of its pictures
+    ):
         "Take the slots; raises `ValueError` if held already or too large."
         num_tokens = request.get_num_encoder_tokens(input_id)
         name = f"encoder input {input_id} of {request.request_id}"
@@ -51,7 +57,10 @@ class EncoderCacheManager:
         "List the inputs whose outputs are held, safe to loop over and free."
         return tuple(self.cached.get(request.request_id, ()))
 
-    def free_encoder_input(self, request: Any, input_id: int):
+    def free_encoder_input(self,
+        request: Any,   # the scheduler's `Request`
+        input_id: int,  # which of its pictures
+    ):
         "Give one back and note it for the workers; not held: `ValueError`."
         req_id = request.request_id
         if not self.has_cache(request, input_id):

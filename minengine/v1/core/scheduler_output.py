@@ -27,7 +27,11 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     lora_request: Any = None
 
     @classmethod
-    def from_request(cls, request, block_ids: list[int], num_computed_tokens: int):
+    def from_request(cls,
+        request: Any,              # the scheduler's `Request`
+        block_ids: list[int],      # prefix hits, then new blocks
+        num_computed_tokens: int,  # what the hits are worth
+    ):
         "Describe `request` as the scheduler admits it."
         return cls(
             request.request_id, request.prompt_token_ids, request.prompt,
@@ -45,8 +49,12 @@ class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
     num_computed_tokens: int       # before this step
 
     @classmethod
-    def from_request(cls, request, resumed_from_preemption: bool,
-                     new_token_ids: list[int], new_block_ids: list[int]):
+    def from_request(cls,
+        request: Any,                   # the scheduler's `Request`
+        resumed_from_preemption: bool,  # it lost its blocks before
+        new_token_ids: list[int],       # to compute now, without drafts
+        new_block_ids: list[int],       # to append, or to replace
+    ):
         "Describe what `request` got in this step."
         return cls(request.request_id, resumed_from_preemption, new_token_ids,
                    new_block_ids, request.num_computed_tokens)
@@ -66,9 +74,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
     def check_invariants(self):
         "Raise `AssertionError` with the numbers if the parts contradict."
-        counts, total = self.num_scheduled_tokens, self.total_num_scheduled_tokens
-        assert total == sum(counts.values()), f"total {total}, sum {sum(counts.values())}"
-        ids = [r.req_id for r in self.scheduled_new_reqs + self.scheduled_cached_reqs]
+        counts = self.num_scheduled_tokens
+        total, found = self.total_num_scheduled_tokens, sum(counts.values())
+        assert total == found, f"total {total}, sum {found}"
+        cached = [r.req_id for r in self.scheduled_cached_reqs]
+        ids = [r.req_id for r in self.scheduled_new_reqs] + cached
         assert len(ids) == len(set(ids)), f"a request twice in {ids}"
         assert set(ids) == set(counts), f"described {ids}, counted {list(counts)}"
         for req_id, n in counts.items():
@@ -78,6 +88,5 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
             assert len(drafts) < n, f"{req_id}: {len(drafts)} drafts in {n} tokens"
         strangers = self.scheduled_encoder_inputs.keys() - counts.keys()
         assert not strangers, f"encoder inputs of unscheduled {strangers}"
-        cached = {r.req_id for r in self.scheduled_cached_reqs}
-        both = cached & self.finished_req_ids
+        both = self.finished_req_ids.intersection(cached)
         assert not both, f"finished, but scheduled as known: {both}"
