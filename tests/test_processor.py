@@ -135,7 +135,7 @@ def test_too_many_outputs():
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_too_many_logprobs(field):
     refuses(f"{field} must be at most 20 .* got 21", **{field: 21})
-    refuses("301 logprobs were asked for, but the vocabulary has 300",
+    refuses("301 logprobs asked for, but the vocabulary has 300",
             processor=make_processor(max_logprobs=1000), **{field: 301})
     process("a", **{field: 20})
 

@@ -20,84 +20,85 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 def parse_prompt(
     prompt: str | dict | list, # text, token ids, or a dict that names them
-) -> dict:                     # any of `PROMPT_KEYS`; text or ids, or both
+) -> dict:                     # some of `PROMPT_KEYS`; text or ids, or both
     "Bring every form of prompt to one; raises `ValueError` for others."
     if isinstance(prompt, str): return {"prompt": prompt}
     if not isinstance(prompt, dict): return {"prompt_token_ids": prompt}
     for key in prompt:
-        if key not in PROMPT_KEYS:
-            raise ValueError(f"prompt has the key {key!r}, which this engine "
-                             f"does not know: it knows {', '.join(PROMPT_KEYS)}")
-    given = {key: value for key, value in prompt.items() if value is not None}
-    if not given.keys() & {"prompt", "prompt_token_ids"}:
-        raise ValueError("prompt must hold 'prompt' or 'prompt_token_ids', "
-                         f"got {sorted(prompt)}")
-    if not isinstance(given.get("cache_salt", ""), str):
-        raise ValueError(f"cache_salt must be a string, got {given['cache_salt']!r}")
+        if key not in PROMPT_KEYS: raise ValueError(
+            f"prompt has the key {key!r}, which this engine does not know: "
+            f"it knows {', '.join(PROMPT_KEYS)}")
+    given = {k: value for k, value in prompt.items() if value is not None}
+    if not given.keys() & {"prompt", "prompt_token_ids"}: raise ValueError(
+        f"prompt must hold 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+    salt = given.get("cache_salt", "")
+    if not isinstance(salt, str):
+        raise ValueError(f"cache_salt must be a string, got {salt!r}")
     return given
 
 # %% ../../../nbs/59_v1_processor.ipynb #check-token-ids
 def check_token_ids(
     token_ids: Any,  # a list, a tuple, or a NumPy or torch vector
-    vocab_size: int, # width of the logits: ids below this one exist
+    vocab_size: int, # width of the logits: ids below it exist
     name: str = "prompt_token_ids", # the field, for the message
 ) -> list[int]:      # plain integers, in a list of their own
     "Raise `ValueError` naming the place, the id and the limit."
     if hasattr(token_ids, "tolist"): token_ids = token_ids.tolist()
-    if not isinstance(token_ids, (list, tuple)):
-        raise ValueError(f"{name} must be a list of token ids, got {token_ids!r}")
+    if not isinstance(token_ids, (list, tuple)): raise ValueError(
+        f"{name} must be a list of token ids, got {token_ids!r}")
     ids = [t if type(t) is int else _as_int(t, f"{name}[{i}]")
            for i, t in enumerate(token_ids)]
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         i = next(i for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-        raise ValueError(f"{name}[{i}] is {ids[i]}, but this model's token ids "
-                         f"go from 0 to {vocab_size - 1}")
+        raise ValueError(f"{name}[{i}] is {ids[i]}, but this model's token "
+                         f"ids go from 0 to {vocab_size - 1}")
     return ids
 
 def _as_int(value, name):
     "A NumPy integer is one; True, 2.0 and '2' are not."
     try: return index(None if isinstance(value, bool) else value)
-    except TypeError: raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    except TypeError: raise ValueError(
+        f"{name} must be an integer, got {value!r}") from None
 
 # %% ../../../nbs/59_v1_processor.ipynb #fit-max-tokens
 def fit_max_tokens(
-    num_prompt_tokens: int,  # after the chat template, after truncation
-    max_tokens: int | None,  # what the user asked for; None: all there is
+    num_prompt_tokens: int,  # after the template, after truncation
+    max_tokens: int | None,  # what was asked for; None: all there is
     max_model_len: int,      # tokens, prompt and output together
 ) -> int:                    # tokens this request may generate
     "Clamp to the window; raises `ValueError` if the prompt fills it."
     room = max_model_len - num_prompt_tokens
-    if room < 0 or (room == 0 and max_tokens != 0):
-        raise ValueError(
-            f"prompt has {num_prompt_tokens} tokens, but max_model_len is "
-            f"{max_model_len}, and one of them must be left for the output")
+    if room < 0 or (room == 0 and max_tokens != 0): raise ValueError(
+        f"prompt has {num_prompt_tokens} tokens, but max_model_len is "
+        f"{max_model_len}, and one of them must be left for the output")
     return room if max_tokens is None else min(max_tokens, room)
 
 # %% ../../../nbs/59_v1_processor.ipynb #tokenize-bad-words
 def tokenize_bad_words(
-    tokenizer: Any,   # a Hugging Face tokenizer
+    tokenizer: Any,   # from `get_tokenizer`
     words: list[str], # not to be generated
-) -> list[list[int]]: # each a run of ids that must not be completed
+) -> list[list[int]]: # runs of ids that must not be completed
     "Every word as it looks at a text's start and after a space."
     runs = []
     for word in words:
         bare = word.lstrip() or word   # a bad word may be a line break
         start = tokenizer.encode(bare, add_special_tokens=False)
-        after_space = tokenizer.encode(" " + bare, add_special_tokens=False)
+        spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
         if not start: raise ValueError(f"bad word {word!r} has no tokens")
         runs.append(start)
-        if after_space[-len(start):] != start: runs.append(after_space)
+        # A space of its own and then the same tokens: known already.
+        if spaced[-len(start):] != start: runs.append(spaced)
     return runs
 
 # %% ../../../nbs/59_v1_processor.ipynb #eos-ids
 def find_eos_token_ids(
     tokenizer: Any,          # None: there is none
-    generation_config: dict, # the model's own: "eos_token_id" may be a list
-    vocab_size: int,         # ids past it cannot be generated
-) -> tuple[int | None, list[int]]: # the tokenizer's end token, and all of them
+    generation_config: dict, # "eos_token_id": None, an id, or a list
+    vocab_size: int,         # ids from here on cannot be generated
+) -> tuple[int | None, list[int]]: # the tokenizer's end token; all of them
     "Collect the ids that end an output unless `ignore_eos` is set."
-    given = generation_config.get("eos_token_id")
-    ids = [] if given is None else [given] if isinstance(given, int) else list(given)
+    ids = generation_config.get("eos_token_id")
+    if not isinstance(ids, list): ids = [] if ids is None else [ids]
     main = getattr(tokenizer, "eos_token_id", None)
     if main is None and ids: main = ids[0]
     every = {t for t in (main, *ids) if t is not None and t < vocab_size}
@@ -111,112 +112,117 @@ def check_supported(
     max_logprobs: int, # the engine's limit, `ModelConfig.max_logprobs`
 ):
     "Refuse what V1 cannot do; raises `ValueError` naming the field."
-    refuse = lambda field, why: _refuse(field, getattr(params, field), why)
-    refuse("best_of", "V1 returns the n outputs it samples; V0 can rank more")
-    refuse("logits_processors", "V1 may run in another process, functions do "
-           "not travel: use logit_bias, allowed_token_ids, bad_words, or V0")
+    def refuse(field, why): _refuse(field, getattr(params, field), why)
+    refuse("best_of", "V1 returns the outputs it samples, V0 ranks more")
+    refuse("logits_processors", "functions do not travel to the core: use "
+           "logit_bias, allowed_token_ids or bad_words, or engine 'v0'")
     refuse("guided_decoding", "structured output is not built here")
     if params.n > MAX_OUTPUTS:
         raise ValueError(f"n must be at most {MAX_OUTPUTS}, got {params.n}")
     for field in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, field) or 0
-        if asked > max_logprobs:
-            raise ValueError(f"{field} must be at most {max_logprobs} "
-                             f"(max_logprobs of the engine), got {asked}")
+        if asked > max_logprobs: raise ValueError(
+            f"{field} must be at most {max_logprobs} "
+            f"(max_logprobs of the engine), got {asked}")
 
 def _refuse(field, value, why):
-    if value is not None:
-        raise ValueError(f"{field} is not supported by engine 'v1', got {value!r}: {why}")
+    if value is not None: raise ValueError(
+        f"{field} is not supported by engine 'v1', got {value!r}: {why}")
 
-# %% ../../../nbs/59_v1_processor.ipynb #check-something-left
+# %% ../../../nbs/59_v1_processor.ipynb #check-vocabulary
 def check_vocabulary(
-    params: SamplingParams, # with `eos_token_ids` and bad words filled in
+    params: SamplingParams, # with end tokens and bad words filled in
     vocab_size: int,        # width of the logits
 ):
     "Raise `ValueError` for ids without a logit, or if no token may come."
     asked = max(params.logprobs or 0, params.prompt_logprobs or 0)
-    if asked > vocab_size:
-        raise ValueError(f"{asked} logprobs were asked for, but the vocabulary has {vocab_size}")
+    if asked > vocab_size: raise ValueError(
+        f"{asked} logprobs asked for, but the vocabulary has {vocab_size}")
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     check_token_ids(list(params.logit_bias or {}), vocab_size, "logit_bias")
     if params.allowed_token_ids is None: return
-    left = set(check_token_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids"))
-    left -= {run[0] for run in params.bad_words_token_ids or [] if len(run) == 1}
+    left = set(check_token_ids(
+        params.allowed_token_ids, vocab_size, "allowed_token_ids"))
+    runs = params.bad_words_token_ids or []
+    left -= {run[0] for run in runs if len(run) == 1}
     if params.min_tokens: left -= params.all_stop_token_ids
-    if not left:
-        raise ValueError("allowed_token_ids leaves no token to generate: bad_words "
-                         "and, before min_tokens, end tokens forbid all of "
-                         f"{params.allowed_token_ids}")
+    if not left: raise ValueError(
+        "allowed_token_ids leaves no token to generate: bad_words and, before "
+        f"min_tokens, end tokens forbid all of {params.allowed_token_ids}")
 
 # %% ../../../nbs/59_v1_processor.ipynb #processor
 class Processor:
-    "Tokenise and check requests; everything invalid ends here, as `ValueError`."
+    "Tokenise and check requests; what is invalid ends here, as `ValueError`."
 
     def __init__(self,
         vllm_config: VllmConfig, # read at each request: limits may be lowered
-        tokenizer: Any = None,   # None: prompts are token ids, so are outputs
+        tokenizer: Any = None,   # None: token ids in, token ids out
     ):
         self.vllm_config, self.tokenizer = vllm_config, tokenizer
-        model_config = vllm_config.model_config
+        model = vllm_config.model_config
         self.eos_token_id, self.eos_token_ids = find_eos_token_ids(
-            tokenizer, model_config.generation_config, model_config.vocab_size)
+            tokenizer, model.generation_config, model.vocab_size)
 
     def process_inputs(self,
-        request_id: str,                    # the user's, a string
-        prompt: str | dict | list,          # see `parse_prompt`
-        params: SamplingParams,             # copied, never changed
-        arrival_time: float | None = None,  # wall clock, seconds; None: now
-        lora_request: Any = None,           # must be None
-        priority: int = 0,                  # must be 0
+        request_id: str,                   # the user's own name for it
+        prompt: str | dict | list,         # see `parse_prompt`
+        params: SamplingParams,            # copied, never changed
+        arrival_time: float | None = None, # wall clock, seconds; None: now
+        lora_request: Any = None,          # must be None
+        priority: int = 0,                 # must be 0
     ) -> EngineCoreRequest:
         "Turn a prompt into a request that the engine core can run as it is."
-        if not isinstance(request_id, str) or not request_id:
-            raise ValueError(f"request_id must be a string, got {request_id!r}")
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be SamplingParams, got {params!r}")
+        if not isinstance(request_id, str) or not request_id: raise ValueError(
+            f"request_id must be a string, got {request_id!r}")
+        if not isinstance(params, SamplingParams): raise ValueError(
+            f"params must be SamplingParams, got {params!r}")
         _refuse("lora_request", lora_request, "adapters are not built here")
-        _refuse("priority", priority or None, "V1 serves first come, first served")
-        config = self.vllm_config.model_config
-        params = params.clone() # checks again: fields may have been set since
-        check_supported(params, config.max_logprobs)
+        _refuse("priority", priority or None, "V1 serves in order of arrival")
+        model = self.vllm_config.model_config
+        params = params.clone()
+        check_supported(params, model.max_logprobs)
         given = parse_prompt(prompt)
         token_ids = self._tokenize(given, params.truncate_prompt_tokens)
         self._fill(params, len(token_ids))
-        check_vocabulary(params, config.vocab_size)
+        check_vocabulary(params, model.vocab_size)
         return EngineCoreRequest(
-            request_id, given.get("prompt"), token_ids, params, self.eos_token_id,
+            request_id, given.get("prompt"), token_ids, params,
+            self.eos_token_id,
             time.time() if arrival_time is None else arrival_time,
             cache_salt=given.get("cache_salt"))
 
     def _tokenize(self, given, keep_last):
-        if "prompt_token_ids" in given: token_ids = given["prompt_token_ids"]
-        else: token_ids = self._encode(given["prompt"])
-        token_ids = check_token_ids(token_ids, self.vllm_config.model_config.vocab_size)
-        if keep_last is not None: token_ids = token_ids[-keep_last:]
-        if not token_ids: raise ValueError("prompt is empty: it has 0 tokens")
-        return token_ids
+        if "prompt_token_ids" in given: ids = given["prompt_token_ids"]
+        else: ids = self._encode(given["prompt"])
+        ids = check_token_ids(ids, self.vllm_config.model_config.vocab_size)
+        if keep_last is not None: ids = ids[-keep_last:]
+        if not ids: raise ValueError("prompt is empty: it has 0 tokens")
+        return ids
 
     def _encode(self, text):
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer, and skip_tokenizer_init "
-                             "is set: give prompt_token_ids")
-        if not isinstance(text, str): raise ValueError(f"prompt must be a string, got {text!r}")
+        if self.tokenizer is None: raise ValueError(
+            "a text prompt needs a tokenizer, and skip_tokenizer_init is set: "
+            "give prompt_token_ids")
+        if not isinstance(text, str):
+            raise ValueError(f"prompt must be a string, got {text!r}")
         try: text.encode() # half of a surrogate pair is not text
-        except UnicodeEncodeError as error: raise ValueError(f"prompt is not valid text: {error}") from None
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt is not valid text: {error}") from None
         return self.tokenizer.encode(text)
 
     def _fill(self, params, num_prompt_tokens):
-        "What depends on the model, the tokenizer and the prompt's length."
+        "Set what depends on the model, the tokenizer and the prompt's length."
         limit = self.vllm_config.model_config.max_model_len
-        params.max_tokens = fit_max_tokens(num_prompt_tokens, params.max_tokens, limit)
+        params.max_tokens = fit_max_tokens(
+            num_prompt_tokens, params.max_tokens, limit)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.eos_token_ids = self.eos_token_ids
-        if self.tokenizer is None: self._without_tokenizer(params)
-        elif params.bad_words:
-            params.bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words)
+        if self.tokenizer is None: _fit_without_tokenizer(params)
+        elif params.bad_words: params.bad_words_token_ids = (
+            tokenize_bad_words(self.tokenizer, params.bad_words))
 
-    def _without_tokenizer(self, params):
-        for field in ("stop", "bad_words"):
-            if getattr(params, field):
-                raise ValueError(f"{field} needs a tokenizer, and skip_tokenizer_init is set")
-        params.detokenize = False
+def _fit_without_tokenizer(params):
+    for field in ("stop", "bad_words"):
+        if getattr(params, field): raise ValueError(
+            f"{field} needs a tokenizer, and skip_tokenizer_init is set")
+    params.detokenize = False
