@@ -41,8 +41,9 @@ def _run_attention(query, key, value, output, layer_index, scale, sliding_window
     metadata = context.attn_metadata
     kv_cache = context.kv_caches[layer_index]
     write, attend = get_attention_backend(context.backend)
-    write(key, value, kv_cache, metadata.slot_mapping)
-    output.copy_(attend(query, kv_cache, metadata, scale, sliding_window))
+    with torch.no_grad():   # the cache must not remember how it came about
+        write(key, value, kv_cache, metadata.slot_mapping)
+        attend(query, kv_cache, metadata, scale, sliding_window, output)
 
 # %% ../../nbs/10_attention_layer.ipynb #define-op
 _library = torch.library.Library("minengine", "FRAGMENT")

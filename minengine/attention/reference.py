@@ -20,9 +20,8 @@ def visible(
 ) -> Tensor:                      # bool [num_queries, num_keys]
     "Which keys each query sees: none ahead of it, none behind its window."
     ahead = key_positions[None, :] - query_positions[:, None]
-    seen = ahead <= 0
-    if sliding_window is not None: seen &= ahead > -sliding_window
-    return seen
+    if sliding_window is None: return ahead <= 0
+    return (ahead <= 0) & (ahead > -sliding_window)
 
 # %% ../../nbs/07_reference.ipynb #dense-attention
 def dense_attention(
@@ -30,9 +29,9 @@ def dense_attention(
     key: Tensor,     # [num_keys, num_kv_heads, head_dim]
     value: Tensor,   # [num_keys, num_kv_heads, head_dim]
     seen: Tensor,    # bool [num_queries, num_keys]
-    scale: float,    # factor on the scores
-) -> Tensor:         # [num_queries, num_heads, head_dim], dtype of the query
-    "Softmax attention in float32; query heads share KV heads in equal groups."
+    scale: float,    # factor on the scores, usually head_dim ** -0.5
+) -> Tensor:         # [num_queries, num_heads, head_dim], type of the query
+    "Softmax attention in float32; groups of query heads share a KV head."
     group = query.shape[1] // key.shape[1]
     key = key.float().repeat_interleave(group, dim=1)
     value = value.float().repeat_interleave(group, dim=1)
@@ -52,23 +51,23 @@ def first_visible(
 # %% ../../nbs/07_reference.ipynb #reference-attention
 def reference_attention(
     query: Tensor,                # [num_rows, num_heads, head_dim]
-    kv_cache: Tensor,             # [2, num_blocks, block_size, num_kv_heads, head_dim]
+    kv_cache: Tensor,             # pool of the layer; this step is written
     metadata: AttentionMetadata,  # the step
     scale: float,                 # factor on the scores
-    sliding_window: int | None = None, # how many positions back, itself included
-    out: Tensor | None = None,    # where to put the result, like `query`
+    sliding_window: int | None = None, # positions back, itself included
+    out: Tensor | None = None,    # where the result goes, like `query`
 ) -> Tensor:                      # like `query`; zeros for padding rows
-    "Causal attention of each row over its own sequence's cache."
+    "Causal attention of each row over its own sequence's past."
     out = torch.zeros_like(query) if out is None else out.zero_()
-    keys, values = kv_cache.flatten(1, 2).unbind(0)
+    keys, values = kv_cache.flatten(1, 2).unbind(0)   # [num_slots, heads, dim]
     starts, seq_lens = metadata.host_lists()
     for i, end in enumerate(seq_lens):
         rows = slice(starts[i], starts[i + 1])
         num_computed = end - (rows.stop - rows.start)
-        if end == num_computed: continue
+        if num_computed == end: continue              # no row in this step
         first = first_visible(num_computed, sliding_window)
         slots = slot_mapping(metadata.block_table[i].tolist(), first, end,
-                             kv_cache.shape[2])
+                             block_size=kv_cache.shape[2])
         positions = torch.arange(end, device=query.device)
         seen = visible(positions[num_computed:], positions[first:], sliding_window)
         out[rows] = dense_attention(query[rows], keys[slots], values[slots],
