@@ -127,7 +127,8 @@ class Sampler:
     def _check(self, logits, metadata):
         # A row too few would be broadcast, or shift its neighbours.
         n, m = len(logits), metadata
-        for name in "temperature", "top_p", "top_k", "min_p", "output_token_ids":
+        columns = "temperature", "top_p", "top_k", "min_p", "output_token_ids"
+        for name in columns:
             value = getattr(m, name)
             if value is not None and len(value) not in (0, n):
                 raise ValueError(f"{n} rows of logits, {len(value)} of {name}")

@@ -19,7 +19,7 @@ class EncoderCacheManager:
             raise ValueError(f"cache_size must be at least 0, got {cache_size}")
         self.cache_size = cache_size
         self.num_free_slots = cache_size
-        self.cached: dict[str, dict[int, int]] = {}  # request -> input -> tokens
+        self.cached: dict[str, dict[int, int]] = {}  # request: input: tokens
         self.freed: list[tuple[str, int]] = []       # to tell the workers
 
     def has_cache(self,
@@ -48,8 +48,8 @@ class EncoderCacheManager:
         if self.has_cache(request, input_id):
             raise ValueError(f"{name} is cached already")
         if num_tokens > self.num_free_slots:
-            raise ValueError(
-                f"{name} needs {num_tokens} slots, {self.num_free_slots} are free")
+            free = self.num_free_slots
+            raise ValueError(f"{name} needs {num_tokens} slots, {free} are free")
         self.cached.setdefault(request.request_id, {})[input_id] = num_tokens
         self.num_free_slots -= num_tokens
 
@@ -64,7 +64,8 @@ class EncoderCacheManager:
         "Give one back and note it for the workers; not held: `ValueError`."
         req_id = request.request_id
         if not self.has_cache(request, input_id):
-            raise ValueError(f"encoder input {input_id} of {req_id} is not cached")
+            name = f"encoder input {input_id} of {req_id}"
+            raise ValueError(f"{name} is not cached")
         self.num_free_slots += self.cached[req_id].pop(input_id)
         if not self.cached[req_id]: del self.cached[req_id]
         self.freed.append((req_id, input_id))

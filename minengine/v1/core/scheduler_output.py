@@ -80,12 +80,13 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
         cached = [r.req_id for r in self.scheduled_cached_reqs]
         ids = [r.req_id for r in self.scheduled_new_reqs] + cached
         assert len(ids) == len(set(ids)), f"a request twice in {ids}"
-        assert set(ids) == set(counts), f"described {ids}, counted {list(counts)}"
+        listed = list(counts)
+        assert set(ids) == set(listed), f"described {ids}, counted {listed}"
         for req_id, n in counts.items():
             assert n > 0, f"{req_id} is scheduled with {n} tokens"
         for req_id, drafts in self.scheduled_spec_decode_tokens.items():
-            n = counts.get(req_id, 0)
-            assert len(drafts) < n, f"{req_id}: {len(drafts)} drafts in {n} tokens"
+            n, d = counts.get(req_id, 0), len(drafts)
+            assert d < n, f"{req_id}: {d} drafts in {n} tokens"
         strangers = self.scheduled_encoder_inputs.keys() - counts.keys()
         assert not strangers, f"encoder inputs of unscheduled {strangers}"
         both = self.finished_req_ids.intersection(cached)
