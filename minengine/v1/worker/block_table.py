@@ -27,7 +27,7 @@ class CpuGpuBuffer:
         end: int,       # one past the last row that the device needs
         start: int = 0, # first row that may have changed
     ) -> torch.Tensor:  # rows `[0, end)` on the device
-        "Copy rows `[start, end)` to the device; on a CPU there is nothing to do."
+        "Copy rows `[start, end)` to the device; on a CPU, do nothing."
         if self.gpu is not self.cpu:
             self.gpu[start:end].copy_(self.cpu[start:end], non_blocking=True)
         return self.gpu[:end]
@@ -93,12 +93,12 @@ class BlockTable:
     def check_invariants(self,
         num_reqs: int, # leading rows in use
     ):
-        "Raise `AssertionError` for a count out of range or a block twice in a row."
-        counts = self.num_blocks_per_row[:num_reqs]
-        assert ((0 <= counts) & (counts <= self.max_num_blocks_per_req)).all(), f"counts {counts}"
+        "Raise `AssertionError` for a count out of range, a block twice in a row."
+        counts, most = self.num_blocks_per_row[:num_reqs], self.max_num_blocks_per_req
+        assert ((0 <= counts) & (counts <= most)).all(), f"{counts}, at most {most}"
         for row in range(num_reqs):
             ids = self.row(row).tolist()
-            assert len(set(ids)) == len(ids), f"row {row} has a block twice: {ids}"
+            assert len(set(ids)) == len(ids), f"row {row}: a block twice in {ids}"
 
 # %% ../../../nbs/48_v1_block_table.ipynb #compute-slot-mapping
 def compute_slot_mapping(

@@ -41,7 +41,7 @@ def sampling_numbers(
     params: SamplingParams, # of one request
     vocab_size: int,        # stands for "all of them" in top-k
 ) -> dict[str, float]:      # name -> value, one for each array of the batch
-    "The parameters that are one number each, with every spelling of *off* made one."
+    "Parameters that are one number each; every spelling of *off* is made one."
     k = params.top_k
     return dict(
         temperature=params.temperature, top_p=params.top_p,
@@ -58,10 +58,11 @@ def sampling_extras(
     vocab_size: int,
 ) -> dict[str, Any]:                    # name -> value, only what is in use
     "The parameters that few requests use and that are more than a number."
+    minimum = params.min_tokens
     stops = {t for t in params.all_stop_token_ids if t < vocab_size}
     extras = dict(
         generators=generator,
-        min_tokens=(params.min_tokens, stops) if params.min_tokens and stops else None,
+        min_tokens=(minimum, stops) if minimum and stops else None,
         logit_bias=params.logit_bias or None,
         allowed_token_ids=params.allowed_token_ids,
         bad_words_token_ids=params.bad_words_token_ids or None)
@@ -118,13 +119,14 @@ class SamplingRows:
             if source in by_row: by_row[target] = by_row.pop(source)
 
     def check_invariants(self, req_ids: list[str]):
-        "Raise `AssertionError` if sets by id and dicts by row do not fit the rows."
+        "Raise `AssertionError` if sets by id or dicts by row do not fit."
         for name, users in self.users.items():
             numbers, off = self.numbers[name].np, np.float32(self.off[name])
             using = {r for row, r in enumerate(req_ids) if numbers[row] != off}
             assert users == using, f"{name}: noted for {users}, used by {using}"
         for name, by_row in self.extras.items():
-            assert all(row < len(req_ids) for row in by_row), f"{name} of rows {list(by_row)}"
+            beyond = [row for row in by_row if row >= len(req_ids)]
+            assert not beyond, f"{name} of rows {beyond}, {len(req_ids)} in use"
 
     def column(self, name: str, num_reqs: int) -> torch.Tensor:
         "One number of all rows, on the device."
@@ -151,7 +153,7 @@ def allowed_token_mask(
     allowed: dict[int, list[int]], # by row, the ids that may come
     num_reqs: int,                 # rows
     vocab_size: int,
-) -> torch.Tensor | None:          # [num_reqs, vocab_size] bool, True: forbidden
+) -> torch.Tensor | None: # [num_reqs, vocab_size] bool, True: forbidden
     "Mark the forbidden tokens; `None` if every row may say anything."
     if not allowed: return None
     mask = torch.zeros(num_reqs, vocab_size, dtype=torch.bool)
@@ -172,8 +174,9 @@ def make_sampling_metadata(
     penalised = any(rows.users[name] for name in penalties)
     column = rows.column if penalised else rows.column_if_used
     presence, frequency, repetition = (column(name, n) for name in penalties)
-    prompts = pad_prompts(token_ids, num_prompt_tokens, rows.vocab_size).to(device) if penalised else None
-    mask = allowed_token_mask(extras["allowed_token_ids"], n, rows.vocab_size)
+    prompts, vocab_size = None, rows.vocab_size
+    if penalised: prompts = pad_prompts(token_ids, num_prompt_tokens, vocab_size).to(device)
+    mask = allowed_token_mask(extras["allowed_token_ids"], n, vocab_size)
     return SamplingMetadata(
         temperature=rows.column_if_used("temperature", n),
         all_greedy=num_random == 0, all_random=num_random == n,
@@ -226,7 +229,8 @@ class TokenRows:
         start, width = int(self.num_tokens_no_spec[row]), self.token_ids.shape[1]
         end = start + len(token_ids)
         if end > width:
-            raise ValueError(f"row {row} would have {end} tokens, at most {width} fit")
+            raise ValueError(
+                f"row {row} would have {end} tokens, at most {width} fit")
         self.token_ids[row, start:end] = token_ids
         return end
 
@@ -256,7 +260,8 @@ class InputBatch:
         self.output_token_ids: list[list[int] | None] = []  # by row, live
         self._holes: list[int] = []               # a heap: the smallest first
         self.tokens = TokenRows(max_num_reqs, max_model_len)
-        self.block_table = BlockTable(max_num_reqs, max_num_blocks_per_req, device)
+        self.block_table = BlockTable(
+            max_num_reqs, max_num_blocks_per_req, device)
         self.sampling = SamplingRows(max_num_reqs, vocab_size, device)
         self._metadata: SamplingMetadata | None = None  # None: make it again
         self.num_metadata_rebuilds = 0            # how often it was made
@@ -268,16 +273,16 @@ class InputBatch:
         state: CachedRequestState, # not in the batch
     ) -> int:                      # its row
         "Write `state` into the smallest hole, or behind the last row."
-        if state.req_id in self.req_id_to_index:
-            raise ValueError(f"{state.req_id} has row {self.req_id_to_index[state.req_id]} already")
+        req_id, row = state.req_id, self.req_id_to_index.get(state.req_id)
+        if row is not None: raise ValueError(f"{req_id} has row {row} already")
         if self.num_reqs == self.max_num_reqs:
-            raise ValueError(f"no row for {state.req_id}: all {self.max_num_reqs} are taken")
+            raise ValueError(f"no row for {req_id}: all {self.max_num_reqs} are taken")
         if not self._holes:
             heapq.heappush(self._holes, len(self.req_ids))
             self.req_ids.append(None)
             self.output_token_ids.append(None)
         row = heapq.heappop(self._holes)
-        self.req_ids[row], self.req_id_to_index[state.req_id] = state.req_id, row
+        self.req_ids[row], self.req_id_to_index[req_id] = req_id, row
         self.output_token_ids[row] = state.output_token_ids
         self.tokens.add(row, state)
         self.block_table.add_row(state.block_ids, row)
@@ -313,8 +318,8 @@ class InputBatch:
         for part in (self.tokens, self.block_table, self.sampling):
             part.move(source, target)
 
-    def sampling_metadata(self) -> SamplingMetadata: # the same until a row changes hands
-        "Describe the batch to the sampler, made again only if a row came or went."
+    def sampling_metadata(self) -> SamplingMetadata: # the same while rows stay
+        "Describe the batch to the sampler, anew only if a row came or went."
         if self._metadata is None:
             n = self.num_reqs
             self._metadata = make_sampling_metadata(
@@ -324,10 +329,10 @@ class InputBatch:
         return self._metadata
 
     def check_invariants(self):
-        "Raise `AssertionError` with the numbers if rows, ids and dicts disagree."
-        ids, n = self.req_ids, self.num_reqs
+        "Raise `AssertionError` if rows, ids and dicts disagree."
+        ids, index, n = self.req_ids, self.req_id_to_index, self.num_reqs
         assert not self._holes and None not in ids, f"holes in {ids}"
-        assert self.req_id_to_index == {r: i for i, r in enumerate(ids)}, f"{ids}, {self.req_id_to_index}"
+        assert index == {r: i for i, r in enumerate(ids)}, f"{ids}, {index}"
         outputs = np.array([len(o) for o in self.output_token_ids], np.int32)
         known = self.tokens.num_prompt_tokens[:n] + outputs
         noted = self.tokens.num_tokens_no_spec[:n]
