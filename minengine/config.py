@@ -66,19 +66,22 @@ class ModelConfig:
     tokenizer: str | None = None     # None: the model's own
     dtype: str = "auto"              # "auto", "float32", "bfloat16", "float16"
     seed: int = 0                    # seeds the engine's own generator
-    max_model_len: int | None = None # tokens, prompt and output; None: the model's
+    max_model_len: int | None = None # tokens, with output; None: the model's
     max_logprobs: int = 20           # most logprobs a request may ask for
     logprobs_mode: str = "raw_logprobs"  # or "processed_logprobs"
     enforce_eager: bool = False      # True: no compiled pieces, no graphs
     generation_config: dict = field(default_factory=dict)  # eos ids, defaults
     skip_tokenizer_init: bool = False  # True: token ids in, token ids out
-    pack_cpu_weights: bool = True    # CPU: lay weights out for the multiplication
-    fit_max_model_len: bool | None = None  # lower it to the pool; None: if not given
+    pack_cpu_weights: bool = True    # CPU: weights laid out for speed
+    fit_max_model_len: bool | None = None  # lower it to fit; None: not given
 
     def __post_init__(self):
-        if self.fit_max_model_len is None: self.fit_max_model_len = self.max_model_len is None
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+        if self.fit_max_model_len is None:
+            self.fit_max_model_len = self.max_model_len is None
+        check_choice("dtype", self.dtype,
+                     ("auto", "float32", "bfloat16", "float16"))
+        check_choice("logprobs_mode", self.logprobs_mode,
+                     ("raw_logprobs", "processed_logprobs"))
         check_int("seed", self.seed, 0, 2**63 - 1)
         check_int("max_logprobs", self.max_logprobs, 0)
         limit = getattr(self.hf_config, "max_position_embeddings", None)
@@ -89,11 +92,13 @@ class ModelConfig:
     def num_layers(self) -> int: return self.hf_config.num_hidden_layers
 
     @property
-    def num_attention_heads(self) -> int: return self.hf_config.num_attention_heads
+    def num_attention_heads(self) -> int:
+        return self.hf_config.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return getattr(self.hf_config, "num_key_value_heads", None) or self.num_attention_heads
+        given = getattr(self.hf_config, "num_key_value_heads", None)
+        return given or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
@@ -111,8 +116,8 @@ class ModelConfig:
 class CacheConfig:
     "How the KV cache is cut into blocks, and how much memory it gets."
     block_size: int = 16                  # tokens per block
-    gpu_memory_utilization: float = 0.9   # share of a GPU's memory for this engine
-    swap_space: float = 4                 # GiB of host memory for swapped blocks (V0)
+    gpu_memory_utilization: float = 0.9   # share of a GPU for this engine
+    swap_space: float = 4                 # GiB of host memory to swap to (V0)
     enable_prefix_caching: bool = False   # V1 turns it on by default
     num_gpu_blocks_override: int | None = None  # fixed pool size, in blocks
     cpu_kv_cache_space: float | None = None  # GiB on CPU; None: up to 4
@@ -122,11 +127,13 @@ class CacheConfig:
 
     def __post_init__(self):
         check_int("block_size", self.block_size, 1)
-        check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1)
+        check_range("gpu_memory_utilization",
+                    self.gpu_memory_utilization, 0.01, 1)
         check_range("swap_space", self.swap_space, 0)
         check_int("num_preallocate_tokens", self.num_preallocate_tokens, 0)
         if self.num_gpu_blocks_override is not None:
-            check_int("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
+            check_int("num_gpu_blocks_override",
+                      self.num_gpu_blocks_override, 1)
         if self.cpu_kv_cache_space is not None:
             check_range("cpu_kv_cache_space", self.cpu_kv_cache_space, 0)
 
@@ -139,7 +146,7 @@ class SchedulerConfig:
     max_model_len: int = 8192             # tokens, prompt and output
     enable_chunked_prefill: bool = False  # V1: always on
     policy: str = "fcfs"                  # or "priority" (V0)
-    num_lookahead_slots: int = 0          # V0: slots reserved past the next token
+    num_lookahead_slots: int = 0          # V0: slots past the next token
     num_scheduler_steps: int = 1          # V0: model steps per schedule
     multi_step_stream_outputs: bool = True  # V0: stream within a burst
     delay_factor: float = 0.0             # V0: wait this × last prompt latency
@@ -158,28 +165,35 @@ class SchedulerConfig:
             self.max_num_batched_tokens = self.default_num_batched_tokens()
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_choice("policy", self.policy, ("fcfs", "priority"))
-        check_choice("preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
+        check_choice("preemption_mode", self.preemption_mode,
+                     (None, "recompute", "swap"))
         check_int("num_lookahead_slots", self.num_lookahead_slots, 0)
         check_int("num_scheduler_steps", self.num_scheduler_steps, 1)
         check_range("delay_factor", self.delay_factor, 0)
         check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
-        check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1, self.max_num_partial_prefills)
-        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        check_int("max_long_partial_prefills", self.max_long_partial_prefills,
+                  1, self.max_num_partial_prefills)
+        check_int("long_prefill_token_threshold",
+                  self.long_prefill_token_threshold, 0)
         self.check_budget()
 
     def default_num_batched_tokens(self) -> int: # tokens
         "The release's defaults: a whole prompt must fit unless it may be cut."
-        if self.enable_chunked_prefill and self.num_scheduler_steps == 1: return 2048
+        if self.enable_chunked_prefill and self.num_scheduler_steps == 1:
+            return 2048
         return max(self.max_model_len, 2048)
 
     def check_budget(self):
         "A budget that can never serve a prompt or a full batch is refused."
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                             f"max_num_seqs ({self.max_num_seqs}): each sequence needs one token a step")
-        if self.max_num_batched_tokens < self.max_model_len and not self.enable_chunked_prefill:
-            raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                             f"max_model_len ({self.max_model_len}) unless enable_chunked_prefill is on")
+        budget = self.max_num_batched_tokens
+        if budget < self.max_num_seqs: raise ValueError(
+            f"max_num_batched_tokens ({budget}) must be at least max_num_seqs "
+            f"({self.max_num_seqs}): each sequence needs one token a step")
+        if budget < self.max_model_len and not self.enable_chunked_prefill:
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least "
+                f"max_model_len ({self.max_model_len}) unless "
+                "enable_chunked_prefill is on")
 
 # %% ../nbs/01_config.ipynb #parallel-config
 @dataclass
@@ -195,7 +209,8 @@ class ParallelConfig:
         check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1, 1)
 
     @property
-    def world_size(self) -> int: return self.tensor_parallel_size * self.pipeline_parallel_size
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 # %% ../nbs/01_config.ipynb #device-config
 @dataclass
@@ -206,9 +221,11 @@ class DeviceConfig:
 
     def __post_init__(self):
         check_choice("device", self.device, ("cpu", "cuda"))
-        check_choice("attention_backend", self.attention_backend, (None, "reference", "cpu", "triton"))
+        check_choice("attention_backend", self.attention_backend,
+                     (None, "reference", "cpu", "triton"))
         if self.attention_backend is None:
-            self.attention_backend = "triton" if self.device == "cuda" else "cpu"
+            on_gpu = self.device == "cuda"
+            self.attention_backend = "triton" if on_gpu else "cpu"
 
 # %% ../nbs/01_config.ipynb #load-config
 @dataclass
@@ -219,7 +236,8 @@ class LoadConfig:
     use_tqdm: bool = True            # progress bars while loading
 
     def __post_init__(self):
-        check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy"))
+        check_choice("load_format", self.load_format,
+                     ("auto", "safetensors", "gguf", "dummy"))
 
 # %% ../nbs/01_config.ipynb #vllm-config
 @dataclass
@@ -235,11 +253,13 @@ class VllmConfig:
     def __post_init__(self):
         budget = self.scheduler_config.max_num_batched_tokens
         if budget < self.cache_config.block_size:
-            raise ValueError(f"max_num_batched_tokens ({budget}) must be at least "
-                             f"block_size ({self.cache_config.block_size})")
-        if self.scheduler_config.max_model_len != self.model_config.max_model_len:
-            raise ValueError(f"max_model_len is {self.model_config.max_model_len} for the model "
-                             f"but {self.scheduler_config.max_model_len} for the scheduler")
+            raise ValueError(
+                f"max_num_batched_tokens ({budget}) must be at least "
+                f"block_size ({self.cache_config.block_size})")
+        limit = self.model_config.max_model_len
+        if self.scheduler_config.max_model_len != limit: raise ValueError(
+            f"max_model_len is {limit} for the model but "
+            f"{self.scheduler_config.max_model_len} for the scheduler")
 
 # %% ../nbs/01_config.ipynb #engine-args
 @dataclass
@@ -291,4 +311,5 @@ class EngineArgs:
     def __post_init__(self):
         check_choice("engine", self.engine, ("v0", "v1"))
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("generation_config", self.generation_config, ("auto", "vllm"))
+        check_choice("generation_config", self.generation_config,
+                     ("auto", "vllm"))

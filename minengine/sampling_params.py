@@ -46,7 +46,8 @@ def _check_numbers(p: "SamplingParams"):
     check_range("min_p", p.min_p, 0, 1)
     check_int("top_k", p.top_k, -1)
     for name in ("top_p", "repetition_penalty"):
-        if getattr(p, name) == 0: raise ValueError(f"{name} must be above 0, got 0")
+        if getattr(p, name) == 0:
+            raise ValueError(f"{name} must be above 0, got 0")
     if p.max_tokens is not None: check_int("max_tokens", p.max_tokens, 0)
     check_int("min_tokens", p.min_tokens, 0, p.max_tokens)
     for name in ("logprobs", "prompt_logprobs"):
@@ -78,7 +79,8 @@ def _check_ids(p: "SamplingParams"):
     for t in p.stop_token_ids: check_int("stop_token_ids", t, 0)
     if p.allowed_token_ids is not None:
         p.allowed_token_ids = _as_list("allowed_token_ids", p.allowed_token_ids)
-        if not p.allowed_token_ids: raise ValueError("allowed_token_ids must not be empty, got []")
+        if not p.allowed_token_ids:
+            raise ValueError("allowed_token_ids must not be empty, got []")
         for t in p.allowed_token_ids: check_int("allowed_token_ids", t, 0)
 
 def _clean_logit_bias(bias: dict | None) -> dict[int, float] | None:
@@ -127,7 +129,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     eos_token_ids: list[int] = []     # by the processor: the model's end tokens
 
     def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
+        if isinstance(self.stop, str): self.stop = [self.stop]
+        self.stop = _as_list("stop", self.stop)
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
         self.bad_words = _as_list("bad_words", self.bad_words)
         if self.logprobs is True: self.logprobs = 1
@@ -139,18 +142,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.logit_bias = _clean_logit_bias(self.logit_bias)
         if self.top_k == 0: self.top_k = -1
         if self.temperature < SAMPLING_EPS: self._make_greedy()
-        self.temperature = max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0
+        else: self.temperature = max(self.temperature, MIN_TEMPERATURE)
 
     def _make_greedy(self):
         # One token is taken: nothing to cut, nothing to draw, no variety.
         self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, -1, 0.0
         most = max(self.n, self.best_of or 1)
-        if most > 1: raise ValueError(f"n and best_of must be 1 at temperature 0, got {most}: all outputs would be equal")
+        if most > 1: raise ValueError(
+            f"n and best_of must be 1 at temperature 0, got {most}: "
+            "all outputs would be equal")
 
     @property
     def sampling_type(self) -> SamplingType:
         if self.temperature < SAMPLING_EPS: return SamplingType.GREEDY
-        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+        if self.seed is None: return SamplingType.RANDOM
+        return SamplingType.RANDOM_SEED
 
     @property
     def all_stop_token_ids(self) -> set[int]:
