@@ -176,7 +176,8 @@ def test_floors(module):
 def test_pages_import_lower_numbers_only():
     page_of = {exported_module(p): p.name for p in PAGES if exported_module(p)}
     for page in PAGES:
-        if page.name == "index.ipynb": continue
+        # The tour shows the finished thing.
+        if page.name in ("index.ipynb", "00_tour.ipynb"): continue
         for cell in cells(page):
             if cell["cell_type"] != "code": continue
             for module in re.findall(r"^\s*(?:from|import) (minengine[\w.]+)", source(cell), re.M):
