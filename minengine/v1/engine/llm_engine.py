@@ -26,42 +26,44 @@ class LLMEngineV1:
 
     def __init__(self,
         vllm_config: VllmConfig,
-        executor_class: type | None = None, # None: by the config
-        log_stats: bool = False,     # True: `last_stats` is filled
-        tokenizer: Any = None,       # None: the model's own
+        executor_class: type | None = None, # None: as the config says
+        log_stats: bool = False,            # True: fill `last_stats`
+        tokenizer: Any = None,              # None: as the config says
     ):
-        self.vllm_config, model_config = vllm_config, vllm_config.model_config
-        if tokenizer is None and not model_config.skip_tokenizer_init:
-            tokenizer = get_tokenizer(model_config.tokenizer or model_config.model)
+        self.vllm_config, model = vllm_config, vllm_config.model_config
+        if tokenizer is None and not model.skip_tokenizer_init:
+            tokenizer = get_tokenizer(model.tokenizer or model.model)
         self.tokenizer, self.log_stats = tokenizer, log_stats
         self.processor = Processor(vllm_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, log_stats)
+        if executor_class is None: executor_class = Executor.get_class(vllm_config)
         self.engine_core = make_client(
-            False, False, vllm_config, executor_class or Executor.get_class(vllm_config), log_stats)
-        self.last_stats = None  # (SchedulerStats, IterationStats) of the last step
+            False, False, vllm_config, executor_class, log_stats)
+        self.last_stats = None  # (SchedulerStats, IterationStats) of a step
 
     @classmethod
     def from_engine_args(cls,
         args: EngineArgs,
-        tokenizer: Any = None, # None: the model's own
+        tokenizer: Any = None, # None: as `args` says
     ) -> "LLMEngineV1":
         "Find the model, fill in what the user left open, and start."
-        return cls(create_engine_config(args), None, not args.disable_log_stats, tokenizer)
+        log_stats = not args.disable_log_stats
+        return cls(create_engine_config(args), None, log_stats, tokenizer)
 
     def add_request(self,
         request_id: str,                   # any string that is not in use
-        prompt: str | dict | list,         # text, token ids, or a dict of either
+        prompt: str | dict | list,         # text, token ids, or a dict
         params: SamplingParams,
         arrival_time: float | None = None, # wall clock, seconds; None: now
         lora_request: Any = None,          # must be None
         priority: int = 0,                 # must be 0
     ):
-        "Check, tokenise and queue a request; raises `ValueError`, leaving nothing."
+        "Check, tokenise and queue; a `ValueError` leaves nothing behind."
         request = self.processor.process_inputs(
             request_id, prompt, params, arrival_time, lora_request, priority)
         core_requests = self.output_processor.add_request(request)
         try:
-            for core_request in core_requests: self.engine_core.add_request(core_request)
+            for r in core_requests: self.engine_core.add_request(r)
         except BaseException:
             self.abort_request(request_id)
             raise
@@ -70,29 +72,33 @@ class LLMEngineV1:
         "Run one step of the core and turn its tokens into outputs."
         try:
             outputs = self.engine_core.get_output()
-            done = self.output_processor.process_outputs(outputs.outputs, outputs.timestamp)
-            # Ended by a stop string: the core does not know yet.
+            done = self.output_processor.process_outputs(
+                outputs.outputs, outputs.timestamp)
+            # Ended by their text: the core does not know yet.
             self.engine_core.abort_requests(done.reqs_to_abort)
         except BaseException:
             self._abandon()
             raise
-        if self.log_stats: self.last_stats = outputs.scheduler_stats, done.iteration_stats
+        if self.log_stats:
+            self.last_stats = outputs.scheduler_stats, done.iteration_stats
         return done.request_outputs
 
     def _abandon(self):
-        # Tokens of this step may be lost, so no request can go on.
-        core_ids = self.output_processor.abort_requests(list(self.output_processor.parents))
+        # Tokens of this step may be lost: no request can go on without them.
+        books = self.output_processor
+        core_ids = books.abort_requests(list(books.parents))
         try: self.engine_core.abort_requests(core_ids)
-        except Exception: logging.getLogger(__name__).exception("the core could not abort")
+        except Exception: logging.getLogger(__name__).exception("no abort")
 
     def abort_request(self,
-        request_id: str | list[str], # unknown or finished ones are skipped
+        request_id: str | list[str], # unknown or ended ones are skipped
     ):
         "End requests now; no output comes for them any more."
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self.engine_core.abort_requests(self.output_processor.abort_requests(ids))
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        self.engine_core.abort_requests(
+            self.output_processor.abort_requests(ids))
 
-    def get_num_unfinished_requests(self) -> int: # the users', whatever their n
+    def get_num_unfinished_requests(self) -> int: # the users', whatever n
         "Count the requests that have not ended."
         return self.output_processor.get_num_unfinished_requests()
 
