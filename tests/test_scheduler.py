@@ -312,7 +312,8 @@ def test_full_hit_recomputes_one_block():
     step(scheduler, {"a": [7]})
     scheduler.add_request(b := make_request("b", prompt, max_tokens=1))
     order, outputs = step(scheduler, {"b": [7]})
-    assert order.scheduled_new_reqs[0].num_computed_tokens == 16 and counts(order) == {"b": 16}
+    [new] = order.scheduled_new_reqs
+    assert (new.num_computed_tokens, new.block_ids, counts(order)) == (16, [0, 2], {"b": 16})
     assert outputs["b"].new_token_ids == [7] and outputs["b"].num_cached_tokens == 16
     assert b.num_cached_tokens == 16
 
@@ -558,13 +559,14 @@ def test_outputs_of_a_step_without_tokens():
 
 
 def test_a_step_is_never_empty_because_somebody_made_room():
-    "The victim held what the one before it was waiting for: look again at once."
-    scheduler = make_scheduler(num_blocks=6, budget=48, encoder_budget=60, prealloc=0, caching=False)
-    scheduler.add_request(a := make_request("a", 40, images=[(10, 30)]))
-    scheduler.add_request(b := make_request("b", 90, images=[(2, 60)]))
-    assert counts(step(scheduler)[0]) == {"a": 40, "b": 2}
-    scheduler.finish_requests("a", R.FINISHED_ABORTED)
-    scheduler.add_request(make_request("c", 60, images=[(20, 30)]))
+    "P gives up its blocks and the encoder slots A was waiting for: A goes on in the same step."
+    scheduler = make_scheduler(num_blocks=10, budget=119, encoder_budget=100, prealloc=0, caching=False)
+    scheduler.add_request(make_request("A", 155, images=[(10, 60), (90, 65)], max_tokens=4))
+    scheduler.add_request(make_request("P", 94, images=[(4, 40)], max_tokens=4))
+    assert counts(step(scheduler)[0]) == {"A": 90, "P": 29}
+    order, _ = step(scheduler)
+    assert counts(order) == {"A": 65} and names(scheduler.waiting) == ["P"]
+    assert ("P", 0) in order.free_encoder_input_ids and order.scheduled_encoder_inputs == {"A": [1]}
     while scheduler.has_unfinished_requests():
         assert step(scheduler)[0].total_num_scheduled_tokens
 
@@ -648,9 +650,9 @@ def test_same_id_again_while_the_old_step_is_on_its_way():
     scheduler.add_request(make_request("r", 4))
     old = scheduler.schedule()
     scheduler.finish_requests("r", R.FINISHED_ABORTED)
-    scheduler.add_request(again := make_request("r", 6))
+    scheduler.add_request(again := make_request("r", 4))
     new = scheduler.schedule()
-    assert new.finished_req_ids == {"r"} and counts(new) == {"r": 6}
+    assert new.finished_req_ids == {"r"} and counts(new) == {"r": 4}
     assert not scheduler.update_from_output(old, make_result(old, {"r": [1]})).outputs
     [output] = scheduler.update_from_output(new, make_result(new, {"r": [2]})).outputs
     assert output.new_token_ids == [2] and again.output_token_ids == [2]

@@ -268,7 +268,6 @@ class RequestQueues:
 
     def _forget(self, request):
         "Give back what a finished request holds; workers hear of it next."
-        request.in_flight = None
         self.kv_cache_manager.free(request)
         self.kv_cache_manager.free_block_hashes(request)
         self.encoder_cache_manager.free(request)
