@@ -271,14 +271,14 @@ def test_a_greedy_request_uses_no_number():
     assert numbers == new_batch().sampling.off
 
 
-def test_slots_equal_the_loop_and_are_wide():
+def test_field_vllm_1486_slots_equal_the_loop_and_are_wide():
     rng = np.random.default_rng(0)
     table = rng.permutation(200).reshape(4, 50).astype(np.int32)
     rows, positions = rng.integers(0, 4, 99), rng.integers(0, 400, 99)
     slots = compute_slot_mapping(table, rows, positions, 8)
     assert slots.tolist() == [int(table[r, p // 8]) * 8 + p % 8 for r, p in zip(rows, positions)]
     wide = compute_slot_mapping(np.array([[2**28]], np.int32), np.array([0]), np.array([15]), 16)
-    assert wide.dtype == np.int64 and wide[0] == 2**32 + 15   # field vllm#1486
+    assert wide.dtype == np.int64 and wide[0] == 2**32 + 15
 
 
 def test_pad_prompts():

@@ -65,7 +65,7 @@ def test_step_buffers_equal_a_loop():
     assert (m.max_query_len, m.max_seq_len, m.num_tokens) == (7, 10, 12)
 
 
-def test_buffers_keep_their_addresses():
+def test_field_vllm_11596_buffers_keep_their_addresses():
     batch, buffers = small_batch(), StepBuffers(64, 4, 4)
     first = buffers.fill(batch, np.array([1, 2, 3]))
     second = buffers.fill(batch, np.array([1, 5, 3]))
@@ -253,8 +253,8 @@ def test_the_nan_helper_would_be_noticed():
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_padded_tail_never_writes_kv(backend):
-    "vllm#13418: a key tensor longer than the slots; stale tokens run through the model."
+def test_field_vllm_13418_13922_the_padded_tail_never_writes_kv(backend):
+    "A key tensor longer than the slots; stale tokens run through the model."
     plain, padded = Engine(backend=backend), Engine(backend=backend, num_input_tokens=lambda n: -(-n // 8) * 8)
     rng = random.Random(5)
     for i in range(3):
@@ -274,6 +274,20 @@ def test_repetition_penalty_over_chunks_and_moves_equals_alone():
     long = random_prompt(rng, 38, 39)
     engine.add("long", long, **kw)
     assert engine.run()["long"] == alone(long, **kw)
+
+
+def test_field_vllm_5639_57719_penalties_do_not_depend_on_order_or_length():
+    rng = random.Random(12)
+    wanted = {
+        "a": (random_prompt(rng, 30, 31), SamplingParams(temperature=0, repetition_penalty=2.0, max_tokens=8, ignore_eos=True)),
+        "b": (random_prompt(rng, 5, 6), SamplingParams(seed=99, top_k=1, max_tokens=8, ignore_eos=True)),
+        "c": (random_prompt(rng, 12, 13), SamplingParams(seed=4, presence_penalty=1.0, max_tokens=8, ignore_eos=True))}
+    seen = []
+    for ids in ("abc", "cba", "bca"):
+        engine = Engine(budget=64)
+        for req_id in ids: engine.add(req_id, wanted[req_id][0], wanted[req_id][1].clone())
+        seen.append(dict(engine.run()))
+    assert seen[0] == seen[1] == seen[2] == {r: alone(p, params=params.clone()) for r, (p, params) in wanted.items()}
 
 
 def test_field_vllm_26317_min_tokens_holds_back_the_end():
