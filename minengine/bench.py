@@ -194,8 +194,8 @@ def summarise_pairs(
     "Reduce the runs of one batch size to one row."
     ours_s, theirs_s = ([run[0] for run in side] for side in zip(*pairs))
     ratios = [theirs / ours for ours, theirs in zip(ours_s, theirs_s)]
-    outputs = [pair for ours, theirs in pairs for pair in zip(ours[1], theirs[1])]
-    equal = sum(ours == theirs for ours, theirs in outputs)
+    outputs = [both for (_, ours), (_, hf) in pairs for both in zip(ours, hf)]
+    equal = sum(ours == hf for ours, hf in outputs)
     return {
         "tokens_per_s": round(num_tokens / median(ours_s), 1),
         "transformers_tokens_per_s": round(num_tokens / median(theirs_s), 1),

@@ -131,12 +131,24 @@ def check_cell(cell):
     late = [line for line in lines[body[0]:] if line.startswith("#|")] if body else []
     assert not late, f"{name}: directive after other lines: {late}"
     assert "import *" not in text, name
-    if re.search(r"^#\|\s*exports?\b", text, re.M):
+    exported = re.search(r"^#\|\s*exports?\b", text, re.M)
+    if exported:
         assert not re.search(r"^\s*[%!]", text, re.M), f"{name}: magic in an exported cell"
         limit = 130 if re.search(r"^class ", text, re.M) else 45
         assert len(lines) <= limit, f"{name}: {len(lines)} lines in an exported cell"
     for out in cell["outputs"]:
         assert out["output_type"] != "error", f"{name}: saved output is an error"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_imports_stand_alone(page):
+    "The site's build runs every cell that holds an import, with all that is in it."
+    if exported_module(page) is None: return
+    for cell in cells(page):
+        text = source(cell)
+        if cell["cell_type"] != "code" or re.search(r"^#\|\s*export", text, re.M): continue
+        if re.search(r"^(?:from|import) ", text, re.M):
+            assert cell["id"].startswith("imports"), f"{cell['id']}: move the imports to the imports cell"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)

@@ -21,10 +21,10 @@ from .reference import reference_attention
 def get_attention_backend(
     name: str, # "reference", "cpu" or "triton"
 ) -> tuple[Callable, Callable]: # (write keys and values, attend)
-    "The two functions of a backend; raises `ValueError` for an unknown name."
+    "Both functions of a backend; raises `ValueError` for an unknown name."
     if name == "cpu": return write_kv, cpu_attention
     if name == "reference": return write_kv, reference_attention
-    if name == "triton":   # imported here: only a GPU needs it
+    if name == "triton":
         from minengine.attention.triton import triton_attention
         from minengine.attention.triton import triton_write_kv
         return triton_write_kv, triton_attention
@@ -35,13 +35,13 @@ def get_attention_backend(
 def _run_attention(query, key, value, output, layer_index, scale, sliding_window):
     "Write this step's keys and values, then attend; fills `output`."
     context = get_forward_context()
-    if context.attn_metadata is None:   # a profiling run: no cache exists yet
+    metadata = context.attn_metadata
+    if metadata is None:   # a profiling run: no cache exists yet
         output.zero_()
         return
-    metadata = context.attn_metadata
     kv_cache = context.kv_caches[layer_index]
     write, attend = get_attention_backend(context.backend)
-    with torch.no_grad():   # the cache must not remember how it came about
+    with torch.no_grad():
         write(key, value, kv_cache, metadata.slot_mapping)
         attend(query, kv_cache, metadata, scale, sliding_window, output)
 
@@ -52,18 +52,18 @@ _library.define("attention(Tensor query, Tensor key, Tensor value, "
                 "int? sliding_window) -> ()")
 _library.impl("attention", _run_attention, "CPU")
 _library.impl("attention", _run_attention, "CUDA")
-_library.impl("attention", lambda *args: None, "Meta")
+_library.impl("attention", lambda *args: None, "Meta")   # shapes only
 
 # %% ../../nbs/10_attention_layer.ipynb #attention
 class Attention(nn.Module):
-    "Attention of one layer: no weights, only its shape and its place."
+    "Attention of one layer: its shape and its place in the model."
 
     def __init__(self,
         num_heads: int,       # query heads
         head_dim: int,        # numbers per head
         scale: float,         # factor on the scores
-        num_kv_heads: int,    # key/value heads; divides num_heads
-        layer_index: int,     # which KV cache is this layer's
+        num_kv_heads: int,    # key/value heads; divides `num_heads`
+        layer_index: int,     # which of the KV caches is its own
         sliding_window: int | None = None, # positions back, itself included
     ):
         super().__init__()
@@ -87,3 +87,9 @@ class Attention(nn.Module):
         torch.ops.minengine.attention(query, key, value, output, self.layer_index,
                                       self.scale, self.sliding_window)
         return output.flatten(1)
+
+    def extra_repr(self) -> str: # for `print(model)`
+        "The shape, and the window if there is one."
+        window = f", window {self.sliding_window}" if self.sliding_window else ""
+        return (f"layer {self.layer_index}, {self.num_heads} heads on "
+                f"{self.num_kv_heads}, head_dim {self.head_dim}{window}")
