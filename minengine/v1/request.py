@@ -66,6 +66,25 @@ class ConstantList(Sequence):
 # %% ../../nbs/41_v1_request.ipynb #no-limit
 NO_LIMIT = sys.maxsize   # `max_tokens` when only the model's window counts
 
+# %% ../../nbs/41_v1_request.ipynb #check-images
+def _check_images(
+    request: "Request", # about to be made
+):
+    "Raise `ValueError` unless images, hashes and places belong together."
+    n = len(request.mm_positions)
+    for name in ("mm_inputs", "mm_hashes"):
+        given = len(getattr(request, name))
+        if given not in (0, n):
+            raise ValueError(f"request {request.request_id}: "
+                             f"{given} {name} for {n} image positions")
+    end = 0
+    for p in request.mm_positions:
+        if p.offset < end or p.offset + p.length > request.num_prompt_tokens:
+            raise ValueError(
+                f"request {request.request_id}: image at {p.offset}, length "
+                f"{p.length}, overlaps or is past {request.num_prompt_tokens}")
+        end = p.offset + p.length
+
 # %% ../../nbs/41_v1_request.ipynb #request
 @dataclass(slots=True, eq=False)   # two requests with equal fields are two
 class Request:
@@ -93,8 +112,8 @@ class Request:
     num_cached_tokens: int = 0       # prompt tokens found in the prefix cache
     spec_token_ids: list[int] = field(default_factory=list)  # drafts to check
     in_flight: object | None = None  # the step that computes it, until done
-    _output_token_ids: list[int] = field(default_factory=list)
-    _all_token_ids: list[int] = field(default_factory=list)
+    _output_token_ids: list[int] = field(init=False, default_factory=list)
+    _all_token_ids: list[int] = field(init=False, default_factory=list)
     output_token_ids: ConstantList = field(init=False)
     all_token_ids: ConstantList = field(init=False)
 
@@ -148,23 +167,6 @@ class Request:
         "Hand out the events since the last call, and forget them."
         events, self.events = self.events, []
         return events or None
-
-# %% ../../nbs/41_v1_request.ipynb #check-images
-def _check_images(request: Request):
-    "Raise `ValueError` unless images, hashes and places belong together."
-    n = len(request.mm_positions)
-    for name in ("mm_inputs", "mm_hashes"):
-        given = len(getattr(request, name))
-        if given not in (0, n):
-            raise ValueError(f"request {request.request_id}: "
-                             f"{given} {name} for {n} image positions")
-    end = 0
-    for p in request.mm_positions:
-        if p.offset < end or p.offset + p.length > request.num_prompt_tokens:
-            raise ValueError(
-                f"request {request.request_id}: image at {p.offset}, length "
-                f"{p.length}, overlaps or is past {request.num_prompt_tokens}")
-        end = p.offset + p.length
 
 # %% ../../nbs/41_v1_request.ipynb #check-stop
 def check_stop(
