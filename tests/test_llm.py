@@ -84,7 +84,7 @@ def test_forms_of_prompts(llm):
 
 def test_list_prompts():
     assert list_prompts("a") == ["a"] and list_prompts([1, 2]) == [[1, 2]] and list_prompts([[1], [2]]) == [[1], [2]]
-    assert list_prompts(None, [1, 2]) == [{"prompt_token_ids": [1, 2]}]
+    assert list_prompts(None, [1, 2]) == [{"prompt": None, "prompt_token_ids": [1, 2]}]
     with pytest.raises(ValueError, match="needs prompts"): list_prompts(None)
     with pytest.raises(ValueError, match="2 prompts, but 1 lists"): list_prompts(["a", "b"], [[1]])
     with pytest.raises(ValueError, match="3 prompts, but 2 sampling_params"): one_each("sampling_params", [1, 2], 3)
@@ -288,7 +288,7 @@ def test_a_stream_whose_engine_failed_does_not_wait_for_ever(llm):
     stream = llm.stream("hello", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     llm.llm_engine._abandon()
-    with pytest.raises(RuntimeError, match="let go of this request"): list(stream)
+    with pytest.raises(RuntimeError, match="ended this request"): list(stream)
 
 
 # chat
@@ -324,7 +324,7 @@ def test_field_vllm40689_the_template_is_counted(llm):
 def test_start_up_says_what_runs(tmp_path, capsys):
     LLM(make_folder(tmp_path / "tiny"), **ARGS)
     shown = capsys.readouterr().err
-    for part in ("engine v1", "tiny", "float32 on cpu", "weights", "1,024 tokens: 64 blocks of 16", "4.0 requests of max_model_len 256"):
+    for part in ("engine v1", "tiny", "float32 on cpu", "weights", "1,024 tokens, 64 blocks of 16", "4.0 requests of max_model_len 256"):
         assert part in shown
 
 

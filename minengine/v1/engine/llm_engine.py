@@ -99,25 +99,18 @@ class LLMEngineV1:
             self.output_processor.abort_requests(ids))
 
     def get_num_unfinished_requests(self) -> int: # the users', whatever n
-        "Count the requests that have not ended."
         return self.output_processor.get_num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool: # True: keep stepping
-        "Tell whether any request has not ended."
         return self.output_processor.has_unfinished_requests()
 
     def get_tokenizer(self) -> Any: # None with `skip_tokenizer_init`
-        "The tokenizer that prompts and outputs go through."
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool: # False: requests are running
-        "Forget all cached blocks."
         return self.engine_core.reset_prefix_cache()
 
-    def startup_summary(self) -> dict: # sizes in bytes
-        "Where the memory went, as the first worker found it."
+    def startup_summary(self) -> dict: # sizes in bytes, from a worker
         return self.engine_core.startup_summary()
 
-    def shutdown(self):
-        "Stop the core and its workers."
-        self.engine_core.shutdown()
+    def shutdown(self): self.engine_core.shutdown() # the end of this object

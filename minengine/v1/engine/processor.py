@@ -77,6 +77,7 @@ def fit_max_tokens(
 def tokenize_bad_words(
     tokenizer: Any,   # from `get_tokenizer`
     words: list[str], # not to be generated
+    vocab_size: int | None = None, # width of the logits; None: no limit
 ) -> list[list[int]]: # runs of ids that must not be completed
     "Every word as it looks at a text's start and after a space."
     runs = []
@@ -88,7 +89,8 @@ def tokenize_bad_words(
         runs.append(start)
         # A space of its own and then the same tokens: known already.
         if spaced[-len(start):] != start: runs.append(spaced)
-    return runs
+    if vocab_size is None: return runs
+    return [run for run in runs if max(run) < vocab_size]
 
 # %% ../../../nbs/59_v1_processor.ipynb #eos-ids
 def find_eos_token_ids(
@@ -140,15 +142,30 @@ def check_vocabulary(
         f"{asked} logprobs asked for, but the vocabulary has {vocab_size}")
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     check_token_ids(list(params.logit_bias or {}), vocab_size, "logit_bias")
-    if params.allowed_token_ids is None: return
-    left = set(check_token_ids(
-        params.allowed_token_ids, vocab_size, "allowed_token_ids"))
-    runs = params.bad_words_token_ids or []
-    left -= {run[0] for run in runs if len(run) == 1}
-    if params.min_tokens: left -= params.all_stop_token_ids
-    if not left: raise ValueError(
-        "allowed_token_ids leaves no token to generate: bad_words and, before "
-        f"min_tokens, end tokens forbid all of {params.allowed_token_ids}")
+    if params.allowed_token_ids is not None: check_token_ids(
+        params.allowed_token_ids, vocab_size, "allowed_token_ids")
+    _check_runs(params.bad_words_token_ids, vocab_size)
+    _check_one_is_left(params, vocab_size)
+
+def _check_runs(runs, vocab_size):
+    name = "bad_words_token_ids"
+    if not isinstance(runs, (list, tuple, type(None))): raise ValueError(
+        f"{name} must be a list of lists of token ids, got {runs!r}")
+    for i, run in enumerate(runs or []):
+        check_token_ids(run, vocab_size, f"{name}[{i}]")
+        if not len(run): raise ValueError(f"{name}[{i}] must not be empty")
+
+def _check_one_is_left(params, vocab_size):
+    bad = {run[0] for run in params.bad_words_token_ids or [] if len(run) == 1}
+    ends = params.all_stop_token_ids if params.min_tokens else set()
+    forbidden, allowed = bad | ends, params.allowed_token_ids
+    if allowed is not None: what = f"allowed_token_ids ({len(allowed)} tokens)"
+    else: what, allowed = f"the vocabulary of {vocab_size}", range(vocab_size)
+    if any(t not in forbidden for t in allowed): return   # mostly the first
+    raise ValueError(
+        f"{what} leaves no token to generate: bad_words forbid {len(bad)}, and "
+        f"until min_tokens={params.min_tokens} are out, stop_token_ids and the "
+        f"model's own end tokens forbid {len(ends)}")
 
 # %% ../../../nbs/59_v1_processor.ipynb #processor
 class Processor:
@@ -212,14 +229,15 @@ class Processor:
 
     def _fill(self, params, num_prompt_tokens):
         "Set what depends on the model, the tokenizer and the prompt's length."
-        limit = self.vllm_config.model_config.max_model_len
+        model = self.vllm_config.model_config
         params.max_tokens = fit_max_tokens(
-            num_prompt_tokens, params.max_tokens, limit)
+            num_prompt_tokens, params.max_tokens, model.max_model_len)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.eos_token_ids = self.eos_token_ids
         if self.tokenizer is None: _fit_without_tokenizer(params)
         elif params.bad_words: params.bad_words_token_ids = (
-            tokenize_bad_words(self.tokenizer, params.bad_words))
+            tokenize_bad_words(
+                self.tokenizer, params.bad_words, model.vocab_size))
 
 def _fit_without_tokenizer(params):
     for field in ("stop", "bad_words"):
