@@ -1,4 +1,5 @@
 """Pieces of text join to what `decode` says, for every kind of vocabulary."""
+import codecs
 import functools
 import random
 import time
@@ -51,6 +52,29 @@ def other(decoder):
     return wrap(backend)
 
 
+class SlowBytes:
+    "A tokenizer in plain Python that tells nothing about its bytes but `decode`."
+    eos_token_id, errors = 257, "replace"
+    inner = ByteTokenizer()
+    all_special_ids = inner.all_special_ids
+
+    def __len__(self): return len(self.inner)
+    def encode(self, text, **kwargs): return self.inner.encode(text)
+    def convert_ids_to_tokens(self, ids): return self.inner.convert_ids_to_tokens(ids)
+
+    def decode(self, ids, skip_special_tokens=False, **kwargs):
+        shown = [i for i in ids if i < 256 or not skip_special_tokens]
+        return b"".join(map(self.inner.token_bytes, shown)).decode(errors=self.errors)
+
+
+class SlowBytesOneMarkEach(SlowBytes):
+    "As SentencePiece does it: every byte that is no text is a mark of its own."
+    errors = "one mark each"
+
+
+codecs.register_error("one mark each", lambda e: ("\ufffd" * (e.end - e.start), e.end))
+
+
 MAKERS = {
     "byte level": byte_level,
     "sentencepiece": sentencepiece,
@@ -60,7 +84,10 @@ MAKERS = {
     "bpe suffix": lambda: other(decoders.BPEDecoder()),
     "no decoder": lambda: other(None),
     "our bytes": ByteTokenizer,
+    "slow bytes": SlowBytes,
+    "slow bytes, marks": SlowBytesOneMarkEach,
 }
+BYTES = ["byte level", "sentencepiece", "gemma", "our bytes", "slow bytes", "slow bytes, marks"]  # can say anything
 
 
 @functools.cache
@@ -105,12 +132,12 @@ def test_pieces_join_to_decode(name, data, skip, step):
     check(make(name), data.draw(mixed_ids(name)), skip, step)
 
 
-@pytest.mark.parametrize("name", ["byte level", "sentencepiece", "gemma", "our bytes"])
+@pytest.mark.parametrize("name", BYTES)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_random_bytes_join_to_decode(name, data, skip):
     tokenizer = make(name)
-    first = tokenizer.convert_tokens_to_ids("<0x00>") if name != "our bytes" and name != "byte level" else 0
+    first = tokenizer.convert_tokens_to_ids("<0x00>") if name in ("sentencepiece", "gemma") else 0
     ids = data.draw(st.lists(st.integers(first, first + 255), max_size=40))
     check(tokenizer, ids, skip)
 
@@ -137,20 +164,21 @@ def default_tokenizer():
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_never_half_a_character(name):
-    "Every piece of a valid text is whole: no U+FFFD, and it is a prefix so far."
+    "waybarrios/vllm-mlx#109, Blaizzy/mlx-vlm#1076: no replacement marks inside a valid text."
     tokenizer = make(name)
-    text = "a 😀é中文 a👩‍🚀" if name in ("byte level", "sentencepiece", "gemma", "our bytes") else "▁a😀é中"
+    text = "a 😀éď中文 a👩‍🚀" if name in BYTES else "▁a😀é中"
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = pieces(tokenizer, ids)
     assert REPLACEMENT not in "".join(parts) and "".join(parts) == whole(tokenizer, ids)
 
 
-@pytest.mark.parametrize("name,lag", [("byte level", 3), ("our bytes", 3), ("sentencepiece", 0), ("gemma", 0)])
+@pytest.mark.parametrize("name,lag", [("byte level", 0), ("our bytes", 0), ("sentencepiece", 0), ("gemma", 0),
+                                      ("slow bytes", 3), ("slow bytes, marks", 3)])
 def test_broken_bytes_do_not_block(name, lag):
     "A thousand bytes that will never be text come out as they come in."
     tokenizer = make(name)
     byte = tokenizer.convert_tokens_to_ids("<0x80>") if name in ("sentencepiece", "gemma") else \
-        128 if name == "our bytes" else tokenizer.convert_tokens_to_ids("Ģ")
+        tokenizer.convert_tokens_to_ids("Ģ") if name == "byte level" else 128
     detokenizer, out = IncrementalDetokenizer(tokenizer), 0
     for i in range(1000):
         out += len(detokenizer.update([byte]))
@@ -160,7 +188,7 @@ def test_broken_bytes_do_not_block(name, lag):
 
 def test_real_replacement_character():
     "U+FFFD itself, as a token or as bytes, is text like any other."
-    for name in ("byte level", "sentencepiece", "metaspace", "our bytes"):
+    for name in ("metaspace", *BYTES):
         tokenizer = make(name)
         ids = tokenizer.encode("a\ufffd\ufffd\ufffd\ufffd\ufffda", add_special_tokens=False)
         detokenizer = IncrementalDetokenizer(tokenizer)
@@ -169,19 +197,32 @@ def test_real_replacement_character():
         assert sum(sizes[:-1]) >= len(whole(tokenizer, ids)) - 4, name
 
 
-def test_run_of_bytes_is_bounded():
+@pytest.mark.parametrize("char", ["🦀", "မ", "é", "a"])
+def test_run_of_bytes_is_bounded(char):
     "Fallback bytes wait for the end of their run, but not for ever."
     tokenizer = make("sentencepiece")
-    emoji = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in "🦀".encode()])
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{b:02X}>" for b in char.encode()])
     detokenizer, longest, waited = IncrementalDetokenizer(tokenizer), 0, 0
-    for token_id in emoji * 200:
+    for token_id in ids * 200:
         waited = 0 if detokenizer.update([token_id]) else waited + 1
         longest = max(longest, waited)
     assert longest <= MAX_BYTE_RUN + 3
-    assert detokenizer.output_text + detokenizer.flush() == "🦀" * 200
-    bad = tokenizer.convert_tokens_to_ids("<0x80>")
-    short = emoji * 10 + [bad]  # one bad byte spoils a run that is still held
-    assert "".join(pieces(tokenizer, short)) == whole(tokenizer, short) == REPLACEMENT * 41
+    assert detokenizer.output_text + detokenizer.flush() == char * 200
+
+
+def test_one_bad_byte_spoils_a_run():
+    "All of a run that is still held, and what follows in it, at once."
+    tokenizer = make("sentencepiece")
+    ids = tokenizer.convert_tokens_to_ids(["<0x41>", "<0x0A>", "<0x80>", "<0x41>", "a"])
+    assert pieces(tokenizer, ids) == ["", "", REPLACEMENT * 3, REPLACEMENT, "a", ""]
+    assert whole(tokenizer, ids) == REPLACEMENT * 4 + "a"
+
+
+def test_a_mark_in_the_prompt_is_not_output():
+    for name in BYTES:
+        tokenizer = make(name)
+        prompt, output = (tokenizer.encode(t, add_special_tokens=False) for t in ("a\ufffd", "a"))
+        assert "".join(pieces(tokenizer, output, prompt=prompt)) == "a", name
 
 
 def test_newline_after_a_word():
@@ -204,10 +245,11 @@ def test_newline_after_a_word():
     ("no decoder", ["a"], ["a", "s"], " a s"),
 ])
 def test_output_after_a_prompt(name, prompt, output, expected):
+    "vllm#984: a space after the prompt, or after a full stop, is not lost."
     tokenizer = make(name)
     prompt, output = map(tokenizer.convert_tokens_to_ids, (prompt, output))
     assert "".join(pieces(tokenizer, output, prompt=prompt)) == expected
-    assert "".join(pieces(tokenizer, output, prompt=[*prompt * 1, 10**9])) == expected
+    assert "".join(pieces(tokenizer, output, prompt=[*prompt, 10**9])) == expected
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -298,6 +340,15 @@ def test_decode_token_is_its_own_piece():
 ])
 def test_check_stop_strings(text, new, stop, include, expected):
     assert check_stop_strings(text, new, stop, include) == expected
+
+
+def test_special_token_as_a_stop_string():
+    "vllm#792: what is skipped is no text; such a stop is given as an id."
+    tokenizer, ids = ByteTokenizer(), ByteTokenizer().encode("a<|eos|>")
+    for skip, expected in ((True, None), (False, ("<|eos|>", 1))):
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+        new = sum(len(detokenizer.update([i])) for i in ids)
+        assert check_stop_strings(detokenizer.output_text, new, ["<|eos|>"], False) == expected
 
 
 @settings(max_examples=200, deadline=None)
