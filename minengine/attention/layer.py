@@ -32,7 +32,8 @@ def get_attention_backend(
                      "known are 'reference', 'cpu' and 'triton'")
 
 # %% ../../nbs/10_attention_layer.ipynb #run-attention
-def _run_attention(query, key, value, output, layer_index, scale, sliding_window):
+def _run_attention(query, key, value, output, layer_index, scale,
+                   sliding_window):
     "Write this step's keys and values, then attend; fills `output`."
     context = get_forward_context()
     metadata = context.attn_metadata
@@ -46,13 +47,14 @@ def _run_attention(query, key, value, output, layer_index, scale, sliding_window
         attend(query, kv_cache, metadata, scale, sliding_window, output)
 
 # %% ../../nbs/10_attention_layer.ipynb #define-op
-_library = torch.library.Library("minengine", "FRAGMENT")
-_library.define("attention(Tensor query, Tensor key, Tensor value, "
-                "Tensor(a!) output, int layer_index, float scale, "
-                "int? sliding_window) -> ()")
-_library.impl("attention", _run_attention, "CPU")
-_library.impl("attention", _run_attention, "CUDA")
-_library.impl("attention", lambda *args: None, "Meta")   # shapes only
+if not hasattr(torch.ops.minengine, "attention"):   # once per process
+    _library = torch.library.Library("minengine", "FRAGMENT")
+    _library.define("attention(Tensor query, Tensor key, Tensor value, "
+                    "Tensor(a!) output, int layer_index, float scale, "
+                    "int? sliding_window) -> ()")
+    for _place in ("CPU", "CUDA"):
+        _library.impl("attention", lambda *args: _run_attention(*args), _place)
+    _library.impl("attention", lambda *args: None, "Meta")   # shapes only
 
 # %% ../../nbs/10_attention_layer.ipynb #attention
 class Attention(nn.Module):
@@ -84,8 +86,9 @@ class Attention(nn.Module):
         key = key.view(-1, self.num_kv_heads, self.head_dim)
         value = value.view(-1, self.num_kv_heads, self.head_dim)
         output = torch.empty_like(query)
-        torch.ops.minengine.attention(query, key, value, output, self.layer_index,
-                                      self.scale, self.sliding_window)
+        torch.ops.minengine.attention(
+            query, key, value, output, self.layer_index, self.scale,
+            self.sliding_window)
         return output.flatten(1)
 
     def extra_repr(self) -> str: # for `print(model)`
