@@ -97,8 +97,8 @@ def test_a_huge_max_tokens_is_clamped_for_generate_and_chat(llm):
     (dict(max_model_len=257), "max_model_len must be at most 256, got 257"), (dict(max_model_len=0), "max_model_len must be at least 1, got 0"),
     (dict(block_size=0), "block_size must be at least 1, got 0"), (dict(max_num_seqs=0), "max_num_seqs must be at least 1, got 0"),
     (dict(dtype="int3"), "dtype must be one of"), (dict(engine="v2"), "engine must be one of 'v0', 'v1', got 'v2'"),
-    (dict(engine="v0"), "engine 'v0' is not built yet"), (dict(enable_chunked_prefill=False), "is for engine='v0'"),
-    (dict(scheduling_policy="priority"), "scheduling_policy='priority' is for engine='v0'"), (dict(num_scheduler_steps=4), "is for engine='v0'"),
+    (dict(engine="v0"), "engine 'v0' is not built yet"), (dict(enable_chunked_prefill=False), "is for V0"),
+    (dict(scheduling_policy="priority"), "scheduling_policy='priority' is for V0"), (dict(num_scheduler_steps=4), "is for V0"),
     (dict(pipeline_parallel_size=2), "pipeline_parallel_size must be at most 1, got 2"),
 ])
 def test_engine_arguments(tmp_path, args, message):

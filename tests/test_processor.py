@@ -184,6 +184,28 @@ def test_no_token_left_to_generate():
     refuses("leaves no token", allowed_token_ids=[257], min_tokens=1)
     process("a", allowed_token_ids=[257])
     process("a", allowed_token_ids=[97, 98], bad_words=["a"])
+    # The message names every field that may be to blame.
+    everything = list(range(VOCAB_SIZE))
+    for field in ("allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids"):
+        refuses(f"(?s)leaves no token.*{field}|{field}.*leaves no token", allowed_token_ids=[97, 97, 98], bad_words=["a"],
+                stop_token_ids=[98], min_tokens=2)
+    refuses("the vocabulary of 300 leaves no token", stop_token_ids=everything, min_tokens=1)
+    refuses("the vocabulary of 300 leaves no token", bad_words_token_ids=[[t] for t in everything])
+    process("a", stop_token_ids=everything)                    # the first token ends it
+    process("a", stop_token_ids=everything[1:257], min_tokens=1)
+    process("a", allowed_token_ids=[97], bad_words=["ab"])     # no single token
+
+
+def test_bad_words_that_the_model_cannot_say():
+    "A tokenizer may know tokens for which there is no logit: nothing to forbid, and no index."
+    narrow = Processor(make_config(), ByteTokenizer())
+    narrow.vllm_config.model_config.hf_config.vocab_size = 257
+    request = process("a", narrow, bad_words=["<|user|>", "b", "b<|user|>"])
+    assert request.sampling_params.bad_words_token_ids == [[98]]
+    for runs, message in (([[1], [257]], r"bad_words_token_ids\[1\]\[0\] is 257, .* 0 to 256"), ([[-1]], "is -1"),
+                          ([[]], r"bad_words_token_ids\[0\] must not be empty"), ([["a"]], "must be an integer"),
+                          ([5], "must be a list of token ids"), (5, "must be a list of lists")):
+        refuses(message, "a", narrow, bad_words_token_ids=runs)
 
 
 def test_eos_ids():
