@@ -20,6 +20,7 @@ from minengine.v1.core.kv_cache_manager import BlockPool
 from minengine.v1.core.kv_cache_manager import KVCacheManager
 from minengine.v1.core.kv_cache_manager import PrefixCacheStats
 from minengine.v1.core.kv_cache_manager import PrefixCachingMetrics
+from minengine.v1.core.kv_cache_manager import count_common_prefix
 from minengine.v1.core.kv_cache_manager import find_prefix
 from minengine.v1.messages import PlaceholderRange
 from minengine.v1.request import Request
@@ -395,10 +396,10 @@ def test_common_prefix_counts_all_running():
     manager = make_manager(prealloc=0)
     a, b = make_request("a", blocks(2, 1)), make_request("b", blocks(2, 2))
     start(manager, a)
-    assert manager.get_num_common_prefix_blocks(a, 1) == 3
+    assert count_common_prefix(manager.req_to_blocks["a"], 1) == 3
     start(manager, b)
-    assert manager.get_num_common_prefix_blocks(a, 2) == 2
-    assert manager.get_num_common_prefix_blocks(b, 3) == 0
+    assert count_common_prefix(manager.req_to_blocks["a"], 2) == 2
+    assert count_common_prefix(manager.req_to_blocks["b"], 3) == 0
 
 
 # ---- errors and field reports ------------------------------------------
@@ -426,6 +427,8 @@ def test_double_free():
     pool = BlockPool(2)
     [block] = pool.take(1)
     with pytest.raises(ValueError, match="block 0 is free already"): pool.give_back([block, block])
+    assert pool.num_free == 2
+    with pytest.raises(ValueError, match="3 blocks wanted, 2 free"): pool.take(3)
     assert pool.num_free == 2
     with pytest.raises(ValueError, match="has a hash already"):
         for _ in range(2): pool.cached.add(block, b"x")

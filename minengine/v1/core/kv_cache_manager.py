@@ -36,7 +36,8 @@ class CachedBlocks:
         block.block_hash = block_hash
         self.blocks_of.setdefault(block_hash, {})[block.block_id] = block
 
-    def add_new(self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes]):
+    def add_new(self, blocks: Sequence[KVCacheBlock],
+                block_hashes: Sequence[bytes]):
         "Remember those that are not known yet; hits are."
         for block, block_hash in zip(blocks, block_hashes):
             if block.block_hash is None: self.add(block, block_hash)
@@ -84,7 +85,10 @@ class BlockPool:
     def num_free(self) -> int: return self.free_queue.num_free_blocks
 
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
-        "Pop free blocks to write in; what they held is forgotten."
+        "Pop free blocks to write in, forget what they held; or `ValueError`."
+        if num_blocks > self.num_free:
+            raise ValueError(f"{num_blocks} blocks wanted, "
+                             f"{self.num_free} free")
         taken = [self.free_queue.popleft() for _ in range(num_blocks)]
         for block in taken:
             self.cached.forget(block)
@@ -138,6 +142,12 @@ class PrefixCacheStats:
     queries: int = 0     # full blocks that were looked up
     hits: int = 0        # of these, found
 
+    def count(self, num_queries: int, num_hits: int):
+        "Add one look-up."
+        self.requests += 1
+        self.queries += num_queries
+        self.hits += num_hits
+
 # %% ../../../nbs/44_v1_kv_cache_manager.ipynb #metrics
 class PrefixCachingMetrics:
     "Hit rate over the last so many requests."
@@ -164,7 +174,8 @@ class PrefixCachingMetrics:
 
     @property
     def hit_rate(self) -> float: # 0.0 before the first look-up
-        return self.total.hits / self.total.queries if self.total.queries else 0.0
+        total = self.total
+        return total.hits / total.queries if total.queries else 0.0
 
 # %% ../../../nbs/44_v1_kv_cache_manager.ipynb #check-blocks
 def check_blocks(
@@ -201,7 +212,8 @@ class KVCacheManager:
         num_preallocate_tokens: int = 64, # taken ahead with each new block
     ):
         self.block_size, self.enable_caching = block_size, enable_caching
-        self.num_gpu_blocks, self.pool = num_gpu_blocks, BlockPool(num_gpu_blocks)
+        self.num_gpu_blocks = num_gpu_blocks
+        self.pool = BlockPool(num_gpu_blocks)
         self.max_num_blocks_per_req = cdiv(max_model_len, block_size)
         self.num_preallocate_blocks = cdiv(num_preallocate_tokens, block_size)
         self.prefix_cache_stats = PrefixCacheStats()
@@ -221,9 +233,9 @@ class KVCacheManager:
     def why_too_long(self, num_tokens: int) -> str | None: # None: it can fit
         "Say why not even the empty pool could hold so long a request."
         needed = cdiv(num_tokens, self.block_size)
-        if needed <= self.num_gpu_blocks: return None
-        return (f"{num_tokens} tokens need {needed} KV cache blocks, "
-                f"there are {self.num_gpu_blocks}")
+        return None if needed <= self.num_gpu_blocks else (
+            f"{num_tokens} tokens need {needed} KV cache blocks, "
+            f"there are {self.num_gpu_blocks}")
 
     def get_computed_blocks(self,
         request: Request, # waiting
@@ -233,10 +245,8 @@ class KVCacheManager:
         wants_all = request.sampling_params.prompt_logprobs is not None
         if not self.enable_caching or wants_all: return [], 0
         hashes = self._hashes(request, request.num_tokens // self.block_size)
-        hits, stats = find_prefix(self.pool.cached, hashes), self.prefix_cache_stats
-        stats.requests += 1
-        stats.queries += len(hashes)
-        stats.hits += len(hits)
+        hits = find_prefix(self.pool.cached, hashes)
+        self.prefix_cache_stats.count(len(hashes), len(hits))
         return hits, len(hits) * self.block_size
 
     def _hashes(self, request, num_blocks):
@@ -272,7 +282,8 @@ class KVCacheManager:
 
     def _settle(self, request, num_tokens):
         "Make full blocks findable; note at which length to look again."
-        req_id, blocks = request.request_id, self.req_to_blocks[request.request_id]
+        req_id = request.request_id
+        blocks = self.req_to_blocks[req_id]
         work_at = len(blocks) * self.block_size + 1   # too long for the table
         if self.enable_caching:
             start = self.num_cached_block.get(req_id, 0)
@@ -302,13 +313,16 @@ class KVCacheManager:
         self.prefix_cache_stats.reset = True
         return True
 
-    def get_num_common_prefix_blocks(self, request: Request, num_running: int) -> int:
+    def get_num_common_prefix_blocks(self, request: Request,
+                                     num_running: int) -> int:
         "Count the leading blocks that all running requests hold."
-        return count_common_prefix(self.req_to_blocks[request.request_id], num_running)
+        return count_common_prefix(self.req_to_blocks[request.request_id],
+                                   num_running)
 
     def take_stats(self) -> PrefixCacheStats:
         "Hand out the counts since the last call, and start again."
-        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
+        stats = self.prefix_cache_stats
+        self.prefix_cache_stats = PrefixCacheStats()
         return stats
 
     def check_invariants(self):
