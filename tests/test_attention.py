@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minengine.attention.cpu import cpu_attention
 from minengine.attention.kv_cache import make_kv_cache
@@ -187,6 +189,46 @@ def test_freed_blocks_full_of_nan_reach_nobody(backend):
     step.check(backend)
     step = Step([1, 1, 6], [35, 31, 26], window=4)   # and behind the window
     step.check(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("query_len", [1, 20])
+def test_vllm_1486_offsets_beyond_32_bits(backend, query_len):
+    "A sequence that lies past 2**31 numbers, in keys and in values."
+    per_block = 16 * 8 * 128
+    num_blocks = 2**31 // per_block + 2
+    try: pool = make_kv_cache(num_blocks, 16, 8, 128)   # 16 GiB, hardly a page of it touched
+    except (MemoryError, RuntimeError): pytest.skip("the system does not promise 16 GiB")
+    metadata = AttentionMetadata.from_lists([20], [20], [[num_blocks - 1, num_blocks - 2]], 16)
+    key, value = torch.randn(2, 20, 8, 128)
+    write_kv(key, value, pool, metadata.slot_mapping)
+    metadata = AttentionMetadata.from_lists([query_len], [20], [[num_blocks - 1, num_blocks - 2]], 16)
+    query = torch.randn(query_len, 8, 128)
+    found = BACKENDS[backend](query, pool, metadata, 0.1)
+    close(found, plain_attention(query, key, value, 0.1, None))
+
+
+class LargestNew(TorchDispatchMode):
+    "Notes the largest tensor that an operator makes outside of `pool`."
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool, self.numel = pool.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            dense = isinstance(x, torch.Tensor) and x.layout == torch.strided
+            if dense and x.untyped_storage().data_ptr() != self.pool: self.numel = max(self.numel, x.numel())
+        return result
+
+
+def test_decoding_on_the_cpu_copies_no_keys_and_values():
+    step = Step([1] * 5 + [2], [200, 210, 190, 222, 100, 213], 16, 9, 3, 64)
+    step.check("cpu")                    # the first layer makes the plan
+    with LargestNew(step.pool) as largest: step.run("cpu")
+    scores = 9 * (sum(step.seq_lens) + step.seq_lens[-1])
+    assert largest.numel < 1.2 * scores < sum(step.seq_lens) * 3 * 64
 
 
 def test_metadata_check_names_what_is_wrong():

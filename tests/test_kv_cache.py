@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minengine.attention.kv_cache import _repeat_a_real_row
 from minengine.attention.kv_cache import copy_blocks
 from minengine.attention.kv_cache import kv_cache_block_bytes
 from minengine.attention.kv_cache import make_kv_cache
@@ -85,6 +86,32 @@ def test_vllm_13418_the_slots_decide_how_many_rows_are_written():
     write_kv(key, value, pool, torch.arange(5))
     assert torch.equal(pool.flatten(1, 2)[0, :5], key[:5])
     assert torch.equal(pool.flatten(1, 2)[:, 5:], before.flatten(1, 2)[:, 5:])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(-1, 23), max_size=8, unique_by=lambda slot: slot if slot >= 0 else object()))
+def test_repeating_a_real_row_writes_what_dropping_padding_writes(slots):
+    "The way without a look, which a device takes, against the way with one."
+    if not slots: return
+    with_look, without = random_pool(), random_pool()
+    kv, slots = torch.randn(2, len(slots), 2, 8), torch.tensor(slots)
+    write_kv(*kv, with_look, slots)
+    pool = without.flatten(1, 2)
+    targets, rows = _repeat_a_real_row(slots, kv, pool)
+    pool.index_copy_(1, targets, rows)
+    assert torch.equal(with_look, without)
+
+
+@pytest.mark.gpu
+def test_writing_on_a_device_does_not_wait_for_it():
+    pool, on_device = random_pool(), random_pool().cuda()
+    kv, slots = torch.randn(2, 4, 2, 8), torch.tensor([3, -1, 17, -1])
+    write_kv(*kv, pool, slots)
+    device_kv, device_slots = kv.cuda(), slots.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try: write_kv(*device_kv, on_device, device_slots)
+    finally: torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(on_device.cpu(), pool)
 
 
 def test_rows_may_be_views_of_a_fused_projection():
