@@ -1,5 +1,7 @@
 """The front door: vLLM's `LLM` on a tiny model with random weights."""
+import contextlib
 import gc
+import io
 import os
 import signal
 import threading
@@ -174,6 +176,26 @@ def test_progress_bar(llm, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_everything_at_once_under_a_pool_that_is_too_small(tmp_path):
+    "Preemption does not show: n, scores, streams, stops and seeds as in a large pool."
+    folder, answers = make_folder(tmp_path / "tiny", max_position_embeddings=96), []
+    for num_blocks in (12, 64):
+        llm = LLM(folder, **ARGS | {"num_gpu_blocks_override": num_blocks, "block_size": 8})
+        params = [SamplingParams(n=2, seed=3, max_tokens=40, ignore_eos=True, logprobs=1, prompt_logprobs=1),
+                  SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, repetition_penalty=1.3),
+                  SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0),
+                  SamplingParams(seed=4, max_tokens=60, ignore_eos=True, stop=["e", "a"], min_tokens=20)]
+        stream = llm.stream("a stream beside them", SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        next(stream)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        last = list(stream)[-1]
+        assert_idle(llm)
+        assert (core_of(llm).scheduler.num_preempted > 0) == (num_blocks == 12)
+        answers.append([(o.prompt_token_ids, o.prompt_logprobs and [p and list(p) for p in o.prompt_logprobs],
+                         [(c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs]) for o in (*outputs, last)])
+    assert answers[0] == answers[1]
+
+
 # One bad prompt
 
 @pytest.mark.parametrize("bad", [[], [300], "x" * 300, {"x": 1}])
@@ -223,6 +245,25 @@ def test_the_second_ctrl_c_does_not_wait():
             raise AssertionError("not interrupted")
 
 
+def test_a_torn_step_leaves_a_sound_engine(llm):
+    want = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+    stream = llm.stream("bystander", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    runner = core_of(llm).executor.worker.model_runner
+    model, calls = runner.run_model, []
+    def press_twice(*args):
+        calls.append(1)
+        if len(calls) == 2: os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)
+        return model(*args)
+    runner.run_model = press_twice
+    try:
+        with pytest.raises(KeyboardInterrupt): llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    finally: runner.run_model = model
+    assert len(calls) == 2 and not llm.llm_engine.has_unfinished_requests()
+    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want
+    with pytest.raises(RuntimeError, match="ended this request"): list(stream)
+
+
 def test_interrupts_are_left_alone_in_other_threads(llm):
     before, got = signal.getsignal(signal.SIGINT), []
     thread = threading.Thread(target=lambda: got.append(llm.generate("a", GREEDY, use_tqdm=False)))
@@ -243,6 +284,14 @@ def test_a_failing_model_ends_the_call_and_the_next_one_works(llm):
         with pytest.raises(RuntimeError, match="out of memory"): llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     finally: runner.run_model = model
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want
+
+
+def test_requests_that_got_lost_are_an_error_not_a_loop(llm):
+    step = llm.llm_engine.step
+    llm.llm_engine.step = lambda: llm.llm_engine._abandon() or []
+    try:
+        with pytest.raises(RuntimeError, match="ended this request"): llm.generate("a", GREEDY, use_tqdm=False)
+    finally: llm.llm_engine.step = step
 
 
 # Streams
@@ -326,6 +375,21 @@ def test_start_up_says_what_runs(tmp_path, capsys):
     shown = capsys.readouterr().err
     for part in ("engine v1", "tiny", "float32 on cpu", "weights", "1,024 tokens, 64 blocks of 16", "4.0 requests of max_model_len 256"):
         assert part in shown
+
+
+def test_a_script_for_vllm_runs_after_its_import_has_changed(tmp_path):
+    script = f"""
+from minengine import LLM, SamplingParams
+prompts = ["Hello, my name is", "The future of AI is"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+llm = LLM(model={make_folder(tmp_path / "tiny")!r}, trust_remote_code=True, enforce_eager=True, dtype="float",
+          max_model_len=64, tensor_parallel_size=1, seed=1, **{ARGS!r})
+outputs = llm.generate(prompts, sampling_params)
+for output in outputs: print(f"Prompt: {{output.prompt!r}}, tokens: {{len(output.outputs[0].token_ids)}}")
+"""
+    namespace, shown = {}, io.StringIO()
+    with contextlib.redirect_stdout(shown): exec(script, namespace)
+    assert shown.getvalue().splitlines() == ["Prompt: 'Hello, my name is', tokens: 16", "Prompt: 'The future of AI is', tokens: 16"]
 
 
 def test_vllm_arguments(tmp_path):

@@ -9,6 +9,7 @@ __all__ = ['child_seed', 'child_params', 'merge_metrics', 'ParentRequest', 'Outp
 import itertools
 import logging
 import time
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ def merge_metrics(
     finished: bool,              # False: there is no end yet
 ) -> RequestMetrics:             # of the whole request
     "Take the first of the firsts and the last of the lasts."
+    if len(parts) == 1: return copy(parts[0]) # users keep it: it may not change
     def pick(how, name):
         times = [t for m in parts if (t := getattr(m, name)) is not None]
         return how(times, default=None)
