@@ -84,6 +84,10 @@ class BlockPool:
     @property
     def num_free(self) -> int: return self.free_queue.num_free_blocks
 
+    def num_free_besides(self, hits: Iterable[KVCacheBlock]) -> int:
+        "Count the blocks that stay free once `hits` are held."
+        return self.num_free - sum(not block.ref_cnt for block in hits)
+
     def take(self, num_blocks: int) -> list[KVCacheBlock]:
         "Pop free blocks to write in, forget what they held; or `ValueError`."
         if num_blocks > self.num_free:
@@ -216,7 +220,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_gpu_blocks)
         self.max_num_blocks_per_req = cdiv(max_model_len, block_size)
         self.num_preallocate_blocks = cdiv(num_preallocate_tokens, block_size)
-        self.prefix_cache_stats = PrefixCacheStats()
+        self.stats = PrefixCacheStats()
         # By request id. Hashes outlive a preemption, the rest does not.
         self.req_to_block_hashes: dict[str, list[bytes]] = {}
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
@@ -246,7 +250,7 @@ class KVCacheManager:
         if not self.enable_caching or wants_all: return [], 0
         hashes = self._hashes(request, request.num_tokens // self.block_size)
         hits = find_prefix(self.pool.cached, hashes)
-        self.prefix_cache_stats.count(len(hashes), len(hits))
+        self.stats.count(len(hashes), len(hits))
         return hits, len(hits) * self.block_size
 
     def _hashes(self, request, num_blocks):
@@ -260,18 +264,17 @@ class KVCacheManager:
         new_computed_blocks: Sequence[KVCacheBlock] = (), # hits to share
     ) -> list[KVCacheBlock] | None: # new ones; None: too few, no change
         "Make the table long enough for the request's next tokens."
+        if num_tokens < 1: raise ValueError(
+            f"num_tokens must be at least 1, got {num_tokens}")
         req_id, hits = request.request_id, new_computed_blocks
         end = request.num_computed_tokens + num_tokens
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         # While decoding, most calls end here: nothing to take or remember.
         if end < self._next_work_at.get(req_id, 0): return []
         end += len(hits) * self.block_size
         num_held = len(self.req_to_blocks.get(req_id, ())) + len(hits)
-        num_free_hits = sum(not block.ref_cnt for block in hits)
         num_blocks = num_blocks_to_take(
             cdiv(end, self.block_size) - num_held, self.num_preallocate_blocks,
-            self.pool.num_free - num_free_hits,
+            self.pool.num_free_besides(hits),
             self.max_num_blocks_per_req - num_held)
         if num_blocks is None: return None
         self.pool.share(hits)   # first: a hit may be next to be overwritten
@@ -310,7 +313,7 @@ class KVCacheManager:
         "Forget what all blocks hold, as new weights demand."
         if self.pool.num_free < self.num_gpu_blocks: return False
         self.pool.cached.clear()
-        self.prefix_cache_stats.reset = True
+        self.stats.reset = True
         return True
 
     def get_num_common_prefix_blocks(self, request: Request,
@@ -321,8 +324,7 @@ class KVCacheManager:
 
     def take_stats(self) -> PrefixCacheStats:
         "Hand out the counts since the last call, and start again."
-        stats = self.prefix_cache_stats
-        self.prefix_cache_stats = PrefixCacheStats()
+        stats, self.stats = self.stats, PrefixCacheStats()
         return stats
 
     def check_invariants(self):

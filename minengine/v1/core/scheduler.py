@@ -101,7 +101,8 @@ class StepPlan:
             self.resumed.append(CachedRequestData(
                 req_id, True, token_ids, block_ids, start))
         else:
-            self.new.append(NewRequestData.from_request(request, block_ids, start))
+            self.new.append(NewRequestData.from_request(
+                request, block_ids, start))
             request.num_cached_tokens = start
         request.status = RequestStatus.RUNNING
         request.in_flight = self.num_scheduled_tokens
@@ -174,28 +175,33 @@ def credit_step(
     max_model_len: int,
 ) -> list[EngineCoreOutput]:   # in the order of `running`
     "Credit a step's tokens to its requests; some are finished afterwards."
-    counts, all_drafts = order.num_scheduled_tokens, order.scheduled_spec_decode_tokens
-    rows, sampled, next_drafts = result.req_id_to_index, result.sampled_token_ids, result.spec_token_ids
-    starts = result.logprobs and logprob_starts(sampled, len(result.logprobs.logprobs))
-    outputs = []
+    counts = order.num_scheduled_tokens
+    drafts = order.scheduled_spec_decode_tokens
+    rows, sampled = result.req_id_to_index, result.sampled_token_ids
+    table, outputs, RUNNING = result.logprobs, [], RequestStatus.RUNNING
+    starts = table and logprob_starts(sampled, len(table.logprobs))
     for request in running:
         # Aborted and preempted ones, or another by the same name: not theirs.
         if request.in_flight is not counts: continue
         request.in_flight, req_id = None, request.request_id
         row = rows[req_id]
-        token_ids, num_computed = sampled[row], request.num_computed_tokens + counts[req_id]
-        if req_id in all_drafts:   # what was rejected is not computed
-            num_computed -= len(all_drafts[req_id]) + 1 - len(token_ids)
-        request.num_computed_tokens = num_computed
-        if request.mm_positions: free_computed_images(request, encoder_cache_manager)
+        token_ids = sampled[row]
+        request.num_computed_tokens += counts[req_id]
+        if req_id in drafts:   # what was rejected is not computed
+            num_rejected = len(drafts[req_id]) + 1 - len(token_ids)
+            request.num_computed_tokens -= num_rejected
+        if request.mm_positions:
+            free_computed_images(request, encoder_cache_manager)
+        next_drafts = result.spec_token_ids
         request.spec_token_ids = next_drafts[row] if next_drafts else []
         # A chunk's last position is sampled too; that token means nothing.
-        complete = num_computed >= request.num_tokens
-        new = accept_tokens(request, token_ids, max_model_len) if complete else []
-        logprobs, prompt_logprobs = None, result.prompt_logprobs_dict.get(req_id)
+        complete = request.num_computed_tokens >= request.num_tokens
+        new, logprobs = [], None
+        if complete: new = accept_tokens(request, token_ids, max_model_len)
         if starts and new and request.sampling_params.logprobs is not None:
-            logprobs = result.logprobs.slice(starts[row], starts[row] + len(new))
-        if new or prompt_logprobs or request.status is not RequestStatus.RUNNING:
+            logprobs = table.slice(starts[row], starts[row] + len(new))
+        prompt_logprobs = result.prompt_logprobs_dict.get(req_id)
+        if new or prompt_logprobs or request.status is not RUNNING:
             outputs.append(make_output(request, new, logprobs, prompt_logprobs))
     return outputs
 
@@ -210,7 +216,8 @@ def check_queues(
     assert sorted(places) == sorted(requests), (
         f"{len(places)} requests in queues, {len(requests)} known")
     for r in running:
-        assert r.status is RequestStatus.RUNNING, f"{r.request_id} runs as {r.status!r}"
+        assert r.status is RequestStatus.RUNNING, (
+            f"{r.request_id} runs as {r.status!r}")
         assert r.num_computed_tokens < r.num_tokens, (
             f"{r.request_id}: {r.num_computed_tokens} of {r.num_tokens} tokens "
             "computed, nothing to do")
@@ -218,7 +225,7 @@ def check_queues(
         assert r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED), (
             f"{r.request_id} waits as {r.status!r}")
         assert not r.num_computed_tokens, (
-            f"{r.request_id} waits with {r.num_computed_tokens} computed tokens")
+            f"{r.request_id} waits, {r.num_computed_tokens} tokens computed")
 
 # %% ../../../nbs/47_v1_scheduler.ipynb #queues
 class RequestQueues:
@@ -235,7 +242,8 @@ class RequestQueues:
             cache_config.block_size, cache_config.num_gpu_blocks,
             self.max_model_len, cache_config.enable_prefix_caching,
             cache_config.num_preallocate_tokens)
-        self.encoder_cache_manager = EncoderCacheManager(scheduler_config.encoder_cache_size)
+        self.encoder_cache_manager = EncoderCacheManager(
+            scheduler_config.encoder_cache_size)
         self.requests: dict[str, Request] = {}  # unfinished, by id
         self.waiting: deque[Request] = deque()  # the head is next
         self.running: list[Request] = []        # the tail is preempted first
@@ -248,7 +256,8 @@ class RequestQueues:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         check_request(request, self.max_model_len, min(
-            self.config.max_num_encoder_input_tokens, self.config.encoder_cache_size))
+            self.config.max_num_encoder_input_tokens,
+            self.config.encoder_cache_size))
         self.requests[request.request_id] = request
         self.waiting.append(request)
         if self.log_stats: request.record_event(EngineCoreEventType.QUEUED)
@@ -326,7 +335,7 @@ class Scheduler(RequestQueues):
     "Decides, step by step, who computes how many tokens."
 
     def schedule(self) -> SchedulerOutput:
-        "Give out one step's tokens: first to running, then to waiting requests."
+        "Give out one step's tokens, to running requests before waiting ones."
         budget = self.config.max_num_batched_tokens
         plan = StepPlan(budget, self.config.max_num_encoder_input_tokens)
         preempted = self._schedule_running(plan)
@@ -348,7 +357,8 @@ class Scheduler(RequestQueues):
 
     def _schedule_running(self, plan) -> bool: # True: somebody was preempted
         allocate_slots = self.kv_cache_manager.allocate_slots
-        num_preempted, images = self.num_preempted, ()
+        encoder, images = self.encoder_cache_manager, ()
+        num_preempted = self.num_preempted
         for request in self.running:
             if not plan.token_budget: break
             if request.in_flight is not None: continue
@@ -356,7 +366,7 @@ class Scheduler(RequestQueues):
             if request.mm_positions:
                 images, n, _ = choose_encoder_inputs(
                     request, request.num_computed_tokens, n,
-                    plan.encoder_budget, self.encoder_cache_manager)
+                    plan.encoder_budget, encoder)
                 if not n: continue   # it waits for an image; others need not
             new_blocks = allocate_slots(request, n)
             if new_blocks is None:
@@ -364,7 +374,7 @@ class Scheduler(RequestQueues):
                 if request.status is RequestStatus.PREEMPTED: break
                 if new_blocks is None: continue   # given up
             plan.add_running(request, n, new_blocks)
-            if images: plan.add_images(request, images, self.encoder_cache_manager)
+            if images: plan.add_images(request, images, encoder)
             images = ()
         if self._given_up: self._drop_finished()
         return self.num_preempted > num_preempted
@@ -377,7 +387,8 @@ class Scheduler(RequestQueues):
             n = tokens_wanted(request, n, self.max_model_len)
             new_blocks = allocate_slots(request, n)
         if new_blocks is None:
-            why = self.kv_cache_manager.why_too_long(request.num_computed_tokens + n)
+            why = self.kv_cache_manager.why_too_long(
+                request.num_computed_tokens + n)
             if why: self._give_up(request, why)
         while new_blocks is None and request.status is RequestStatus.RUNNING:
             # Blocks of a request in flight are in use on the device.
@@ -388,7 +399,8 @@ class Scheduler(RequestQueues):
         return new_blocks, n
 
     def _schedule_waiting(self, plan):
-        manager, images = self.kv_cache_manager, ()
+        manager, encoder = self.kv_cache_manager, self.encoder_cache_manager
+        images = ()
         while (self.waiting and plan.token_budget
                and len(self.running) < self.config.max_num_seqs):
             request = self.waiting[0]
@@ -398,22 +410,22 @@ class Scheduler(RequestQueues):
             hits, num_computed = manager.get_computed_blocks(request)
             if num_computed == request.num_tokens:
                 # All of it is cached, but the last token must make the next.
-                hits, num_computed = hits[:-1], num_computed - manager.block_size
+                hits = hits[:-1]
+                num_computed -= manager.block_size
             n = min(request.num_tokens - num_computed, plan.token_budget)
             if request.mm_positions:
                 images, n, _ = choose_encoder_inputs(
-                    request, num_computed, n, plan.encoder_budget,
-                    self.encoder_cache_manager)
+                    request, num_computed, n, plan.encoder_budget, encoder)
             new_blocks = manager.allocate_slots(request, n, hits) if n else None
             if new_blocks is None: break   # the head waits, so all wait
-            self._admit(self.waiting.popleft(), n, num_computed, hits + new_blocks, plan)
-            if images: plan.add_images(request, images, self.encoder_cache_manager)
+            request.num_computed_tokens = num_computed
+            self._admit(self.waiting.popleft(), n, hits + new_blocks, plan)
+            if images: plan.add_images(request, images, encoder)
             images = ()
 
-    def _admit(self, request, n, num_computed, blocks, plan):
+    def _admit(self, request, n, blocks, plan):
         if self.log_stats and request.status is RequestStatus.WAITING:
             request.record_event(EngineCoreEventType.SCHEDULED)
-        request.num_computed_tokens = num_computed
         plan.admit(request, n, [b.block_id for b in blocks])
         self.running.append(request)
 
@@ -427,7 +439,8 @@ class Scheduler(RequestQueues):
             outputs += credit_step(
                 self.running, scheduler_output, model_runner_output,
                 self.encoder_cache_manager, self.max_model_len)
-        finished = [r for r in self.running if r.status is not RequestStatus.RUNNING]
+        finished = [request for request in self.running
+                    if request.status is not RequestStatus.RUNNING]
         for request in finished: self._forget(request)
         if finished: self._drop_finished()
         return EngineCoreOutputs(outputs, self.make_stats())
@@ -435,8 +448,8 @@ class Scheduler(RequestQueues):
     def make_stats(self) -> SchedulerStats | None: # None without `log_stats`
         "Sum up the state; counters start again."
         if not self.log_stats: return None
-        stats, num_preempted = self.kv_cache_manager.take_stats(), self.num_preempted
-        self.num_preempted = 0
+        stats = self.kv_cache_manager.take_stats()
+        num_preempted, self.num_preempted = self.num_preempted, 0
         return SchedulerStats(
             len(self.running), len(self.waiting), self.kv_cache_manager.usage,
             stats.queries, stats.hits, num_preempted)
