@@ -160,7 +160,7 @@ def test_an_unknown_rope_type_is_refused_by_name(kind):
     (dict(rope_type="linear"), "rope type 'linear' needs factor"),
     (dict(rope_type="llama3", factor=8.0), "needs low_freq_factor, high_freq_factor"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
-    (dict(full_attention=dict(rope_theta=1.0)), "per layer type"),
+    (dict(full_attention=dict(rope_theta=1.0)), "rope settings of their own for full_attention layers"),
 ])
 def test_rope_settings_that_are_refused(settings, words):
     config = SimpleNamespace(rope_parameters=settings, hidden_size=64,

@@ -34,42 +34,41 @@ from ..parallel import get_tensor_model_parallel_world_size
 @dataclass(frozen=True)
 class Family:
     "What sets one family of decoders apart from the others."
-    model_type: str           # its name in `config.json`
-    qkv_bias: bool | str      # bias on query, key, value: always, never, or a config field
-    o_bias: bool | str        # bias on the attention's output
-    mlp_bias: bool | str      # bias on the MLP's three matrices
-    qk_norm: bool             # norm over each query and key head
-    sliding_window: bool      # honours a window in the config
+    model_type: str               # its name in `config.json`
+    qkv_bias: bool | str = False  # on query, key, value; a str: ask the config
+    o_bias: bool | str = False    # on the attention's output
+    mlp_bias: bool | str = False  # on the MLP's three matrices
+    qk_norm: bool = False         # a norm over each query and key head
+    sliding_window: bool = False  # heeds a window in the config
 
     def bias(self,
         which: str,      # "qkv", "o" or "mlp"
         hf_config: Any,  # the model's config
     ) -> bool:           # whether these matrices have a bias
         "Look a bias up, in the config where the family leaves it open."
-        switch = getattr(self, f"{which}_bias")
-        return bool(getattr(hf_config, switch, False)) if isinstance(switch, str) else switch
+        has = getattr(self, f"{which}_bias")
+        if isinstance(has, str): has = getattr(hf_config, has, False)
+        return bool(has)
 
 # %% ../../nbs/13_decoder.ipynb #families
 FAMILIES: dict[str, Family] = {  # by the name in `architectures`
     "LlamaForCausalLM": Family("llama", qkv_bias="attention_bias",
-        o_bias="attention_bias", mlp_bias="mlp_bias", qk_norm=False, sliding_window=False),
-    "MistralForCausalLM": Family("mistral", qkv_bias=False,
-        o_bias=False, mlp_bias=False, qk_norm=False, sliding_window=True),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True,
-        o_bias=False, mlp_bias=False, qk_norm=False, sliding_window=True),
+        o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Family("mistral", sliding_window=True),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, sliding_window=True),
     "Qwen3ForCausalLM": Family("qwen3", qkv_bias="attention_bias",
-        o_bias="attention_bias", mlp_bias=False, qk_norm=True, sliding_window=True),
+        o_bias="attention_bias", qk_norm=True, sliding_window=True),
 }
 
 # %% ../../nbs/13_decoder.ipynb #get-family
 def get_family(
     hf_config: Any, # the model's config
-) -> Family:
-    "The row of the table; raises `ValueError` for an unknown architecture."
+) -> Family:        # its row
+    "Find a config's row; raises `ValueError` for an unknown architecture."
     names = list(getattr(hf_config, "architectures", None) or [])
     for name in names:
         if name in FAMILIES: return FAMILIES[name]
-    if not names:   # a config made in code: only the model type is known
+    if not names:
         model_type = getattr(hf_config, "model_type", None)
         for family in FAMILIES.values():
             if family.model_type == model_type: return family
@@ -84,21 +83,22 @@ def sliding_windows(
     "Each layer's window; the layer's type decides, not the mere field."
     num_layers = hf_config.num_hidden_layers
     window = getattr(hf_config, "sliding_window", None)
-    if not window or not get_family(hf_config).sliding_window: return [None] * num_layers
-    if not getattr(hf_config, "use_sliding_window", True): return [None] * num_layers
+    used = getattr(hf_config, "use_sliding_window", True)
+    if not (window and used and get_family(hf_config).sliding_window):
+        return [None] * num_layers
     types = getattr(hf_config, "layer_types", None)
-    if types is None:   # Qwen's older flag; Mistral has neither
+    if types is None:   # Qwen's older way; Mistral has a window everywhere
         first = getattr(hf_config, "max_window_layers", 0)
         return [window if i >= first else None for i in range(num_layers)]
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != num_layers:
-        raise ValueError(f"layer_types must name full_attention or sliding_attention "
-                         f"for {num_layers} layers, got {types}")
+        raise ValueError("layer_types must say full_attention or "
+            f"sliding_attention for each of {num_layers} layers, got {types}")
     return [window if kind == "sliding_attention" else None for kind in types]
 
 # %% ../../nbs/13_decoder.ipynb #self-attention
 class SelfAttention(nn.Module):
-    "Project, norm where the family wants it, turn, attend, project back."
+    "Project, norm where the family wants it, rotate, attend, project back."
 
     def __init__(self,
         config: ModelConfig, # the model
@@ -107,25 +107,27 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype,  # of the weights
     ):
         super().__init__()
-        family, hf, head_dim = get_family(config.hf_config), config.hf_config, config.head_dim
+        hf, family = config.hf_config, get_family(config.hf_config)
+        head_dim, num_heads = config.head_dim, config.num_attention_heads
         self.qkv_proj = qkv = QKVParallelLinear(config.hidden_size, head_dim,
-            config.num_attention_heads, config.num_kv_heads, family.bias("qkv", hf), dtype)
-        self.o_proj = RowParallelLinear(config.num_attention_heads * head_dim,
+            num_heads, config.num_kv_heads, family.bias("qkv", hf), dtype)
+        self.o_proj = RowParallelLinear(num_heads * head_dim,
             config.hidden_size, family.bias("o", hf), dtype)
         self.qk_norm = QKNorm(qkv.num_heads, qkv.num_kv_heads, head_dim,
             hf.rms_norm_eps, dtype) if family.qk_norm else None
         self.attn = Attention(qkv.num_heads, head_dim, head_dim ** -0.5,
             qkv.num_kv_heads, layer_index, sliding_window)
         self.head_dim, self.q_size = head_dim, qkv.q_size
-        self.qk_size, self.kv_size = qkv.q_size + qkv.kv_size, qkv.kv_size
+        self.kv_size, self.qk_size = qkv.kv_size, qkv.q_size + qkv.kv_size
 
     def forward(self,
         hidden: Tensor, # [num_tokens, hidden_size]
         cos: Tensor,    # [num_tokens, 1, head_dim]
         sin: Tensor,    # [num_tokens, 1, head_dim]
     ) -> Tensor:        # [num_tokens, hidden_size]
-        "Queries and keys stay side by side until they are turned."
-        query_key, value = self.qkv_proj(hidden).split([self.qk_size, self.kv_size], -1)
+        "Attend; needs a forward context."
+        qkv = self.qkv_proj(hidden)
+        query_key, value = qkv.split([self.qk_size, self.kv_size], -1)
         query_key = query_key.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm is not None: query_key = self.qk_norm(query_key)
         query_key = apply_rotary(query_key, cos, sin).flatten(1)
@@ -134,7 +136,7 @@ class SelfAttention(nn.Module):
 
 # %% ../../nbs/13_decoder.ipynb #decoder-layer
 class DecoderLayer(nn.Module):
-    "Attention and MLP, each behind a norm, both adding to the residual."
+    "Attention and MLP, each behind a norm, each adding to the residual."
 
     def __init__(self,
         config: ModelConfig, # the model
@@ -143,22 +145,25 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,  # of the weights
     ):
         super().__init__()
-        hf, hidden_size = config.hf_config, config.hidden_size
-        self.input_layernorm = RMSNorm(hidden_size, hf.rms_norm_eps, dtype)
-        self.self_attn = SelfAttention(config, layer_index, sliding_window, dtype)
-        self.post_attention_layernorm = RMSNorm(hidden_size, hf.rms_norm_eps, dtype)
-        self.mlp = MLP(hidden_size, hf.intermediate_size,
-                       get_family(hf).bias("mlp", hf), dtype)
+        hf, size = config.hf_config, config.hidden_size
+        self.input_layernorm = RMSNorm(size, hf.rms_norm_eps, dtype)
+        self.self_attn = SelfAttention(
+            config, layer_index, sliding_window, dtype)
+        self.post_attention_layernorm = RMSNorm(size, hf.rms_norm_eps, dtype)
+        mlp_bias = get_family(hf).bias("mlp", hf)
+        self.mlp = MLP(size, hf.intermediate_size, mlp_bias, dtype)
 
     def forward(self,
-        hidden: Tensor,   # [num_tokens, hidden_size], the last layer's own part
-        residual: Tensor | None, # the sum so far; None before the first layer
-        cos: Tensor,      # [num_tokens, 1, head_dim]
-        sin: Tensor,      # [num_tokens, 1, head_dim]
-    ) -> tuple[Tensor, Tensor]: # (this layer's part, the sum before it)
-        "The addition waits for the next norm, which does it on the way."
-        if residual is None: hidden, residual = self.input_layernorm(hidden), hidden
-        else: hidden, residual = self.input_layernorm(hidden, residual)
+        hidden: Tensor,  # [num_tokens, hidden_size], the last block's part
+        residual: Tensor | None, # the sum before it; None in the first layer
+        cos: Tensor,     # [num_tokens, 1, head_dim]
+        sin: Tensor,     # [num_tokens, 1, head_dim]
+    ) -> tuple[Tensor, Tensor]: # (this MLP's part, the sum before it)
+        "One layer; the last addition is left to the next norm."
+        if residual is None:
+            hidden, residual = self.input_layernorm(hidden), hidden
+        else:
+            hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, cos, sin)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
@@ -172,48 +177,51 @@ class DecoderModel(nn.Module):
         dtype: torch.dtype,  # of the weights
     ):
         super().__init__()
-        hf = config.hf_config
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype)
+        hf, size = config.hf_config, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, size, dtype)
         self.rotary = get_rope(hf, config.max_model_len, dtype)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, window, dtype)
-                                    for i, window in enumerate(sliding_windows(hf)))
-        self.norm = RMSNorm(config.hidden_size, hf.rms_norm_eps, dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, window, dtype)
+            for i, window in enumerate(sliding_windows(hf)))
+        self.norm = RMSNorm(size, hf.rms_norm_eps, dtype)
 
     def forward(self,
-        input_ids: Tensor | None, # [num_tokens] int; unused beside embeddings
+        input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
         positions: Tensor,        # [num_tokens] int64
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
     ) -> Tensor:                  # [num_tokens, hidden_size]
         "All layers over one ragged batch."
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = inputs_embeds
+        if hidden is None: hidden = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions)
         residual = None
-        for layer in self.layers: hidden, residual = layer(hidden, residual, cos, sin)
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos, sin)
         return self.norm(hidden, residual)[0]
 
-# %% ../../nbs/13_decoder.ipynb #weight-names
-# Parts of one fused parameter here are parameters of their own in a checkpoint.
+# %% ../../nbs/13_decoder.ipynb #checkpoint-names
 STACKED = {
     "qkv_proj": (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")),
     "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
     "qk_norm": (("q_norm", "q"), ("k_norm", "k")),
 }
 
-# %% ../../nbs/13_decoder.ipynb #checkpoint-names
 def checkpoint_names(
     name: str, # of a parameter here
-) -> list[tuple[str, str | int | None]]: # (name in a checkpoint, shard_id) of each part
+) -> list[tuple[str, str | int | None]]: # (name there, shard_id) of its parts
     "Where a parameter's parts come from."
     for fused, parts in STACKED.items():
         if f".{fused}." in name:
-            return [(name.replace(fused, part), shard_id) for part, shard_id in parts]
+            return [(name.replace(fused, part), shard_id)
+                    for part, shard_id in parts]
     return [(name, None)]
 
 # %% ../../nbs/13_decoder.ipynb #prefixes
-# The same decoder inside a larger model, or saved without its head.
-PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),
-            ("language_model.lm_head.", "lm_head."), ("layers.", "model.layers."),
-            ("embed_tokens.", "model.embed_tokens."), ("norm.", "model.norm."))
+PREFIXES = (   # there, here
+    ("language_model.model.", "model."), ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."), ("layers.", "model.layers."),
+    ("embed_tokens.", "model.embed_tokens."), ("norm.", "model.norm."))
 
 def _rename(name: str) -> str:
     "A checkpoint's name as a bare decoder's checkpoint would have it."
@@ -221,14 +229,80 @@ def _rename(name: str) -> str:
         if name.startswith(there): return here + name[len(there):]
     return name
 
-# %% ../../nbs/13_decoder.ipynb #resolve-dtype
-def _torch_dtype(name: str) -> torch.dtype:
-    "A config's dtype; 'auto' that nobody resolved means float32."
-    return torch.float32 if name == "auto" else getattr(torch, name)
+# %% ../../nbs/13_decoder.ipynb #load-one
+def _copy_whole(param: Tensor, loaded: Tensor, shard_id=None):
+    "The loader of a parameter that every rank holds whole."
+    if param.shape != loaded.shape:
+        raise ValueError(f"shape {tuple(loaded.shape)} does not fit "
+                         f"{tuple(param.shape)}")
+    param.copy_(loaded)
+
+def _load_one(name: str, tensor: Tensor, target: tuple, loaded: set[str]):
+    "Hand a tensor to its loader; errors get the tensor's name."
+    if name in loaded:
+        raise ValueError(f"{name} is in the checkpoint twice")
+    param, loader, shard_id = target
+    try: loader(param, tensor, shard_id)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    loaded.add(name)
+
+# %% ../../nbs/13_decoder.ipynb #report
+def _some(names: list[str]) -> str:
+    "The first five, and how many more."
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+def _report(missing: list[str], unexpected: list[str]):
+    "Raise `ValueError` for what a checkpoint lacks and what nobody asked for."
+    problems = []
+    if missing: problems.append("missing: " + _some(missing))
+    if unexpected: problems.append("unexpected: " + _some(unexpected))
+    if missing == ["lm_head.weight"]:
+        problems.append("the config says that the head is not tied to the "
+                        "embedding; if it is, set tie_word_embeddings to true")
+    if problems:
+        raise ValueError("checkpoint does not fit the model; "
+                         + "; ".join(problems))
+
+# %% ../../nbs/13_decoder.ipynb #settle-head
+def _settle_head(model: nn.Module, head: Tensor, loaded: set[str]):
+    "A tied model's stored head: the same table, the only one, or another."
+    table, name = model.model.embed_tokens.weight, "model.embed_tokens.weight"
+    own = torch.empty_like(table)
+    model.lm_head.weight_loader(own, head)
+    if name not in loaded:
+        table.copy_(own)
+        loaded.add(name)
+    elif not torch.equal(own, table):
+        warnings.warn("tie_word_embeddings is true, but the checkpoint's "
+            "lm_head.weight differs from its embedding: it is used, untied")
+        model.lm_head.weight = nn.Parameter(own, requires_grad=False)
+        model.tied = False
+
+# %% ../../nbs/13_decoder.ipynb #load-decoder-weights
+def load_decoder_weights(
+    model: nn.Module, # a `DecoderForCausalLM`, not packed yet
+    weights: Iterable[tuple[str, Tensor]], # (name, tensor) of a checkpoint
+) -> set[str]:        # the names that were used
+    "Fill every parameter; raises `ValueError` naming what does not fit."
+    if model.packed:
+        raise ValueError("the weights are packed: load before packing")
+    targets, loaded = model.weight_targets(), set()
+    unexpected, head = [], None
+    for name, tensor in weights:
+        name = _rename(name)
+        if name.endswith("rotary_emb.inv_freq"): continue   # in old files
+        if name == "lm_head.weight" and model.tied: head = tensor
+        elif name in targets: _load_one(name, tensor, targets[name], loaded)
+        else: unexpected.append(name)
+    if head is not None: _settle_head(model, head, loaded)
+    _report([name for name in targets if name not in loaded], unexpected)
+    return loaded
 
 # %% ../../nbs/13_decoder.ipynb #check-config
 def _check_config(config: ModelConfig):
-    "Refuse by name what the layers would silently compute wrongly."
+    "Raise `ValueError` for what no layer here computes."
     hf = config.hf_config
     get_family(hf)
     act = getattr(hf, "hidden_act", "silu")
@@ -237,83 +311,29 @@ def _check_config(config: ModelConfig):
     divide(config.num_attention_heads, config.num_kv_heads)
     divide(hf.intermediate_size, get_tensor_model_parallel_world_size())
 
-# %% ../../nbs/13_decoder.ipynb #copy-whole
-def _copy_whole(param: Tensor, loaded: Tensor, shard_id=None):
-    "The loader of a parameter that every rank holds whole."
-    if param.shape != loaded.shape:
-        raise ValueError(f"shape {tuple(loaded.shape)} does not fit {tuple(param.shape)}")
-    param.copy_(loaded)
-
-# %% ../../nbs/13_decoder.ipynb #report
-def _report(missing: list[str], unexpected: list[str]):
-    "Raise `ValueError` naming what a checkpoint lacks and what nobody asked for."
-    def some(names): return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
-    problems = [f"{words}: {some(names)}" for words, names in
-                (("missing", missing), ("unexpected", unexpected)) if names]
-    if missing == ["lm_head.weight"]:
-        problems.append("the config says that the head is not tied to the embedding; "
-                        "if it is, set tie_word_embeddings to true")
-    if problems: raise ValueError("checkpoint does not fit the model; " + "; ".join(problems))
-
-# %% ../../nbs/13_decoder.ipynb #settle-head
-def _settle_head(model: nn.Module, head: Tensor, loaded: set[str]):
-    "A tied model's checkpoint has a head, too: the same table, the only one, or another one."
-    table, name = model.model.embed_tokens.weight, "model.embed_tokens.weight"
-    own = torch.empty_like(table)
-    model.lm_head.weight_loader(own, head)
-    if name not in loaded:
-        table.copy_(own)
-        loaded.add(name)
-    elif not torch.equal(own, table):
-        warnings.warn("tie_word_embeddings is true, but the checkpoint has an lm_head.weight "
-                      "that differs from the embedding: using it, untied")
-        model.lm_head.weight, model.tied = nn.Parameter(own, requires_grad=False), False
-
-# %% ../../nbs/13_decoder.ipynb #load-one
-def _load_one(name: str, tensor: Tensor, target: tuple, loaded: set[str]):
-    "Hand a tensor to its loader; errors get the tensor's name."
-    if name in loaded: raise ValueError(f"{name} is in the checkpoint twice")
-    param, loader, shard_id = target
-    try: loader(param, tensor, shard_id)
-    except ValueError as error: raise ValueError(f"{name}: {error}") from error
-    loaded.add(name)
-
-# %% ../../nbs/13_decoder.ipynb #load-decoder-weights
-def load_decoder_weights(
-    model: nn.Module, # a `DecoderForCausalLM`, not packed yet
-    weights: Iterable[tuple[str, Tensor]], # (name, tensor) of a checkpoint
-) -> set[str]:        # the names that were used
-    "Fill every parameter; raises `ValueError` naming what is missing, unexpected or misshapen."
-    if model.packed: raise ValueError("the weights are packed: load before packing")
-    targets, loaded, unexpected, head = model.weight_targets(), set(), [], None
-    for name, tensor in weights:
-        name = _rename(name)
-        if name.endswith("rotary_emb.inv_freq"): continue   # in old files; computed here
-        if name == "lm_head.weight" and model.tied: head = tensor
-        elif name in targets: _load_one(name, tensor, targets[name], loaded)
-        else: unexpected.append(name)
-    if head is not None: _settle_head(model, head, loaded)
-    _report([name for name in targets if name not in loaded], unexpected)
-    return loaded
+def _torch_dtype(name: str) -> torch.dtype:
+    "A config's dtype; 'auto' that nobody has resolved means float32."
+    return torch.float32 if name == "auto" else getattr(torch, name)
 
 # %% ../../nbs/13_decoder.ipynb #decoder
 class DecoderForCausalLM(nn.Module):
     "A decoder of any supported family, from token ids to logits."
 
     def __init__(self,
-        model_config: ModelConfig, # the model; its `dtype` is the weights'
+        model_config: ModelConfig, # the model; its dtype is the weights'
     ):
         super().__init__()
         _check_config(model_config)
+        self.config, hf = model_config, model_config.hf_config
         dtype = _torch_dtype(model_config.dtype)
-        self.config = model_config
         self.model = DecoderModel(model_config, dtype)
-        self.lm_head = ParallelLMHead(model_config.vocab_size, model_config.hidden_size, dtype)
-        self.tied = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
+        self.lm_head = ParallelLMHead(
+            model_config.vocab_size, model_config.hidden_size, dtype)
+        self.tied = bool(getattr(hf, "tie_word_embeddings", False))
         if self.tied: self.lm_head.tie(self.model.embed_tokens)
 
     def forward(self,
-        input_ids: Tensor | None, # [num_tokens] int
+        input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
         positions: Tensor,        # [num_tokens] int64
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
     ) -> Tensor:                  # [num_tokens, hidden_size]
@@ -321,15 +341,15 @@ class DecoderForCausalLM(nn.Module):
         return self.model(input_ids, positions, inputs_embeds)
 
     def compute_logits(self,
-        hidden: Tensor, # [rows, hidden_size], only the rows that are asked for
+        hidden: Tensor, # [rows, hidden_size], the rows that are asked for
     ) -> Tensor:        # [rows, vocab_size] float32
-        "One float32 number per token of the vocabulary."
+        "One number per token of the vocabulary."
         return self.lm_head(hidden)
 
-    def weight_targets(self) -> dict[str, tuple]: # name -> (parameter, loader, shard_id)
-        "Every name a checkpoint must have, and where it goes."
+    def weight_targets(self) -> dict[str, tuple]: # (param, loader, shard_id)
+        "Every name that a checkpoint must have, and where it goes."
         targets = {}
-        for name, param in self.named_parameters():   # a tied head appears once
+        for name, param in self.named_parameters():   # a tied head: once
             module = self.get_submodule(name.rpartition(".")[0])
             loader = getattr(module, "weight_loader", _copy_whole)
             for theirs, shard_id in checkpoint_names(name):
@@ -337,28 +357,28 @@ class DecoderForCausalLM(nn.Module):
         return targets
 
     def load_weights(self,
-        weights: Iterable[tuple[str, Tensor]], # (name, tensor) of a checkpoint
+        weights: Iterable[tuple[str, Tensor]], # (name, tensor)
     ) -> set[str]: # the names that were used
-        "Fill every parameter; raises `ValueError` naming what is missing, unexpected or misshapen."
+        "Fill every parameter; raises `ValueError` naming what does not fit."
         return load_decoder_weights(self, weights)
 
     def process_weights_after_loading(self,
         pack: bool = True, # False: leave the weights as they were loaded
     ):
-        "Lay the weights out for this machine; call once, after loading."
+        "Lay the weights out for this machine; a second call does nothing."
         for module in self.modules():
-            if module is not self and hasattr(module, "process_weights_after_loading"):
-                module.process_weights_after_loading(pack)
+            process = getattr(module, "process_weights_after_loading", None)
+            if process and module is not self: process(pack)
 
     @property
-    def packed(self) -> bool: # True: the linear layers use their packed weights
+    def packed(self) -> bool: # True: plain copies of the matrices are gone
         "Whether the weights were packed."
         return self.lm_head.packed
 
 # %% ../../nbs/13_decoder.ipynb #get-model-class
 def get_model_class(
     hf_config: Any, # the model's config
-) -> type:          # builds the model from a `ModelConfig`
+) -> type:          # makes the model from a `ModelConfig`
     "The class for an architecture; raises `ValueError` naming unknown ones."
     get_family(hf_config)
     return DecoderForCausalLM

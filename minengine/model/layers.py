@@ -26,14 +26,14 @@ def rms_norm(
     size: int,             # numbers that are normalised together
     eps: float,            # keeps the root away from zero
 ) -> Tensor:               # like `x`
-    "Divide by the root of the mean square; in float32 whatever the dtype."
-    if x.dtype == torch.float32:   # one call, the same bits as the lines below
+    "Divide by the root of the mean square, in float32 whatever the dtype."
+    if x.dtype == torch.float32:   # the same bits as the lines below, faster
         if weight is None or weight.dim() == 1:
             return F.rms_norm(x, (size,), weight, eps)
         return F.rms_norm(x, (size,), None, eps) * weight
     y = x.float()
-    y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return y if weight is None else weight * y
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return y.to(x.dtype) if weight is None else weight * y.to(x.dtype)
 
 # %% ../../nbs/12_layers.ipynb #rms-norm
 class RMSNorm(nn.Module):
@@ -46,20 +46,22 @@ class RMSNorm(nn.Module):
     ):
         super().__init__()
         self.size, self.eps = size, eps
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype), requires_grad=False)
+        ones = torch.ones(size, dtype=dtype)
+        self.weight = nn.Parameter(ones, requires_grad=False)
 
     def forward(self,
         x: Tensor,                      # [..., size]
-        residual: Tensor | None = None, # what flows past the layers, like `x`
+        residual: Tensor | None = None, # what flows past, like `x`
     ) -> Tensor | tuple[Tensor, Tensor]: # normed, or (normed, new residual)
         "Normalise `x`, or `x + residual` and hand the sum on, too."
-        if residual is None: return rms_norm(x, self.weight, self.size, self.eps)
+        if residual is None:
+            return rms_norm(x, self.weight, self.size, self.eps)
         residual = residual + x
         return rms_norm(residual, self.weight, self.size, self.eps), residual
 
 # %% ../../nbs/12_layers.ipynb #qk-norm
 class QKNorm(nn.Module):
-    "Qwen3's two norms, over each query head and each key head, in one pass."
+    "Qwen3's norms over each query head and each key head, in one pass."
 
     def __init__(self,
         num_heads: int,     # query heads of this rank
@@ -82,8 +84,9 @@ class QKNorm(nn.Module):
         if loaded.shape != (self.head_dim,):
             raise ValueError(f"expected {self.head_dim} numbers, "
                              f"got shape {tuple(loaded.shape)}")
-        heads = slice(0, self.num_heads) if shard_id == "q" else slice(self.num_heads, None)
-        param[heads].copy_(loaded.expand_as(param[heads]))
+        q = self.num_heads
+        heads = param[:q] if shard_id == "q" else param[q:]
+        heads.copy_(loaded.expand_as(heads))
 
     def forward(self,
         query_key: Tensor, # [num_tokens, num_heads + num_kv_heads, head_dim]
@@ -100,7 +103,7 @@ def apply_rotary(
     "Turn number i of a head together with number i + head_dim / 2."
     swapped = x.roll(x.shape[-1] // 2, -1)   # the second half first
     if x.dtype == torch.float32: return (x * cos).addcmul_(swapped, sin)
-    return x * cos + swapped * sin   # rounds after each step, as transformers does
+    return x * cos + swapped * sin   # rounds after each step, as transformers
 
 # %% ../../nbs/12_layers.ipynb #inverse-frequencies
 def inverse_frequencies(
@@ -114,111 +117,126 @@ def inverse_frequencies(
 # %% ../../nbs/12_layers.ipynb #rope-parameters
 def rope_parameters(
     hf_config: Any, # a `transformers` config, or anything with its fields
-) -> dict:          # with at least "rope_type" and "rope_theta"
-    "Rope settings from new configs and old ones; raises `ValueError` for what no family here has."
-    given = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None)
-    params = dict(given or {})
-    per_layer = [key for key, value in params.items() if isinstance(value, dict)]
-    if per_layer: raise ValueError(f"rope settings per layer type ({per_layer}) are not supported")
-    params["rope_type"] = params.get("rope_type") or params.get("type") or "default"
-    for key, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
-        if params.get(key) is None: params[key] = getattr(hf_config, key, None) or default
+) -> dict:          # all settings, "rope_type" and "rope_theta" among them
+    "Read new and old spelling; raises `ValueError` for what no family has."
+    def field(key): return getattr(hf_config, key, None)
+    params = dict(field("rope_parameters") or field("rope_scaling") or {})
+    for key, value in params.items():
+        if isinstance(value, dict):
+            raise ValueError(f"rope settings of their own for {key} layers "
+                             "are not supported")
+    kind = params.get("rope_type") or params.get("type") or "default"
+    longest = field("max_position_embeddings")
+    params |= dict(rope_type=kind, max_position_embeddings=longest)
+    for key, usual in (("rope_theta", 1e4), ("partial_rotary_factor", 1.0)):
+        if params.get(key) is None: params[key] = field(key) or usual
     if params["partial_rotary_factor"] != 1.0:
-        raise ValueError(f"partial_rotary_factor must be 1, got {params['partial_rotary_factor']}")
-    max_positions = hf_config.max_position_embeddings
-    params["max_position_embeddings"] = max_positions
-    original = (getattr(hf_config, "original_max_position_embeddings", None)
-                or params.get("original_max_position_embeddings"))
-    params["original_max_position_embeddings"] = original or max_positions
+        raise ValueError("partial_rotary_factor must be 1, "
+                         f"got {params['partial_rotary_factor']}")
+    key = "original_max_position_embeddings"
+    params[key] = field(key) or params.get(key) or longest
     return params
 
-# %% ../../nbs/12_layers.ipynb #need
+# %% ../../nbs/12_layers.ipynb #plain-types
 def _need(params: dict, *keys: str) -> list:
-    "The values of settings without a default."
+    "The values of settings that have no default."
     missing = [key for key in keys if params.get(key) is None]
-    if missing:
-        raise ValueError(f"rope type {params['rope_type']!r} needs {', '.join(missing)}")
+    if missing: raise ValueError(f"rope type {params['rope_type']!r} needs "
+                                 + ", ".join(missing))
     return [params[key] for key in keys]
 
-# %% ../../nbs/12_layers.ipynb #plain-types
-def _default_rope(params, head_dim, max_len):
+def _default_rope(params: dict, head_dim: int, max_len: int):
     "Every pair turns at its own constant speed."
     return inverse_frequencies(head_dim, params["rope_theta"]), 1.0
 
-def _linear_rope(params, head_dim, max_len):
+def _linear_rope(params: dict, head_dim: int, max_len: int):
     "All pairs turn `factor` times slower."
     factor, = _need(params, "factor")
     return inverse_frequencies(head_dim, params["rope_theta"]) / factor, 1.0
 
 # %% ../../nbs/12_layers.ipynb #dynamic-type
-def _dynamic_rope(params, head_dim, max_len):
+def _dynamic_rope(params: dict, head_dim: int, max_len: int):
     "Past the trained length, the base grows with the position."
     factor, trained = _need(params, "factor", "max_position_embeddings")
-    lengths = torch.arange(1, max_len + 1, dtype=torch.float32).clamp(min=trained)
-    growth = factor * lengths / trained - (factor - 1)
+    lengths = torch.arange(1, max_len + 1, dtype=torch.float32)
+    growth = factor * lengths.clamp(min=trained) / trained - (factor - 1)
     bases = params["rope_theta"] * growth ** (head_dim / (head_dim - 2))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / bases[:, None] ** exponents, 1.0   # [max_len, head_dim / 2]
 
 # %% ../../nbs/12_layers.ipynb #llama3-type
-def _llama3_rope(params, head_dim, max_len):
-    "Fast pairs stay, slow ones turn `factor` times slower, a smooth step between."
+def _llama3_rope(params: dict, head_dim: int, max_len: int):
+    "Fast pairs stay, slow ones turn `factor` times slower."
     factor, low, high, trained = _need(params, "factor", "low_freq_factor",
         "high_freq_factor", "original_max_position_embeddings")
     freqs = inverse_frequencies(head_dim, params["rope_theta"])
-    turns = trained * freqs / (2 * math.pi)   # full turns in the trained length
+    turns = trained * freqs / (2 * math.pi)   # within the trained length
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * freqs / factor + keep * freqs, 1.0
 
 # %% ../../nbs/12_layers.ipynb #yarn-type
 def _yarn_scale(params: dict, factor: float) -> float:
     "What yarn multiplies cosines and sines with."
-    def scale(m): return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-    if params.get("attention_factor") is not None: return params["attention_factor"]
+    def scale(m):
+        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+    given = params.get("attention_factor")
+    if given is not None: return given
     m, m_all = params.get("mscale"), params.get("mscale_all_dim")
     return scale(m) / scale(m_all) if m and m_all else scale(1)
 
-def _yarn_rope(params, head_dim, max_len):
-    "As llama3, with a straight ramp over the pairs' numbers and a factor on top."
-    trained, theta = params["original_max_position_embeddings"], params["rope_theta"]
-    factor = params.get("factor") or params["max_position_embeddings"] / trained
-    def pair_that_turns(times):   # in the trained length
-        return head_dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(theta))
+def _yarn_ramp(params: dict, head_dim: int) -> Tensor:
+    "For each pair, 0 where it keeps its speed, 1 where it is slowed down."
+    trained, _ = _need(params, "original_max_position_embeddings", "rope_theta")
+    def pair_that_turns(times):   # within the trained length
+        wide = math.log(trained / (times * 2 * math.pi))
+        return head_dim * wide / (2 * math.log(params["rope_theta"]))
     low = pair_that_turns(params.get("beta_fast") or 32)
     high = pair_that_turns(params.get("beta_slow") or 1)
-    if params.get("truncate", True): low, high = math.floor(low), math.ceil(high)
+    if params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high: high += 0.001
+    if low == high: high += 0.001   # a step instead of a ramp
     pairs = torch.arange(head_dim // 2, dtype=torch.float32)
-    slow = ((pairs - low) / (high - low)).clamp(0, 1)
-    freqs = inverse_frequencies(head_dim, theta)
-    return freqs / factor * slow + freqs * (1 - slow), _yarn_scale(params, factor)
+    return ((pairs - low) / (high - low)).clamp(0, 1)
+
+def _yarn_rope(params: dict, head_dim: int, max_len: int):
+    "Slow pairs turn `factor` times slower, and everything is scaled."
+    trained = params["original_max_position_embeddings"]
+    longest = params["max_position_embeddings"]
+    factor = params.get("factor") or longest / trained
+    freqs = inverse_frequencies(head_dim, params["rope_theta"])
+    slow = _yarn_ramp(params, head_dim)
+    freqs = freqs / factor * slow + freqs * (1 - slow)
+    return freqs, _yarn_scale(params, factor)
 
 # %% ../../nbs/12_layers.ipynb #rope-types
-ROPE_TYPES: dict[str, Callable] = dict(default=_default_rope, linear=_linear_rope,
-    dynamic=_dynamic_rope, llama3=_llama3_rope, yarn=_yarn_rope)
+ROPE_TYPES: dict[str, Callable] = dict(
+    default=_default_rope, linear=_linear_rope, dynamic=_dynamic_rope,
+    llama3=_llama3_rope, yarn=_yarn_rope)
 
 # %% ../../nbs/12_layers.ipynb #rotary-embedding
 class RotaryEmbedding(nn.Module):
-    "Cosines and sines of every position, looked up once a step for all layers."
+    "Cosines and sines of every position, looked up once a step."
 
     def __init__(self,
-        freqs: Tensor,   # [head_dim / 2] or [max_len, head_dim / 2], radians per position
-        max_len: int,    # positions, 0 to max_len - 1
-        scale: float = 1.0,                   # factor on cosines and sines
-        dtype: torch.dtype = torch.float32,   # of the model
+        freqs: Tensor,  # [head_dim / 2] or [max_len, head_dim / 2], radians
+        max_len: int,   # positions, 0 to max_len - 1
+        scale: float = 1.0,                 # factor on cosines and sines
+        dtype: torch.dtype = torch.float32, # of the model
     ):
         super().__init__()
-        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * freqs
+        positions = torch.arange(max_len, dtype=torch.float32)
+        angles = positions[:, None] * freqs
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-        # [max_len, cos or sin, 1, head_dim]: the 1 stands for the heads
-        self.register_buffer("table", table[:, :, None].to(dtype), persistent=False)
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        # [max_len, 2, 1, head_dim]: cos and sin; the 1 stands for the heads
+        table = torch.stack([cos, sin], 1)[:, :, None].to(dtype)
+        self.register_buffer("table", table, persistent=False)
 
     def forward(self,
         positions: Tensor,       # [num_tokens] int
-    ) -> tuple[Tensor, Tensor]:  # cos and signed sin, each [num_tokens, 1, head_dim]
-        "The two tensors `apply_rotary` takes, for these positions."
+    ) -> tuple[Tensor, Tensor]:  # cos, signed sin: [num_tokens, 1, head_dim]
+        "What `apply_rotary` takes; raises `IndexError` past the table."
         return self.table.index_select(0, positions).unbind(1)
 
 # %% ../../nbs/12_layers.ipynb #get-rope
@@ -227,15 +245,18 @@ def get_rope(
     max_len: int | None = None, # positions; None: the config's
     dtype: torch.dtype = torch.float32, # of the model
 ) -> RotaryEmbedding:
-    "The rotary embedding a config asks for; raises `ValueError` for an unknown type."
+    "What a config asks for; raises `ValueError` for an unknown kind."
     params = rope_parameters(hf_config)
     kind = params["rope_type"]
     if kind not in ROPE_TYPES:
-        raise ValueError(f"unknown rope type {kind!r}, known are {', '.join(ROPE_TYPES)}")
+        raise ValueError(f"unknown rope type {kind!r}, "
+                         f"known are {', '.join(ROPE_TYPES)}")
     head_dim = getattr(hf_config, "head_dim", None)
-    head_dim = head_dim or hf_config.hidden_size // hf_config.num_attention_heads
-    if head_dim % 2: raise ValueError(f"head_dim must be even for rope, got {head_dim}")
-    max_len = max_len or hf_config.max_position_embeddings
+    if head_dim is None:
+        head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rope, got {head_dim}")
+    max_len = max_len or params["max_position_embeddings"]
     freqs, scale = ROPE_TYPES[kind](params, head_dim, max_len)
     return RotaryEmbedding(freqs, max_len, scale, dtype)
 
@@ -261,10 +282,11 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None, # None: PyTorch's default
     ):
         super().__init__()
-        wide = [intermediate_size, intermediate_size]
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, wide, bias, dtype)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, [intermediate_size] * 2, bias, dtype)
         self.act_fn = SiluAndMul()
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, dtype)
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, bias, dtype)
 
     def forward(self,
         x: Tensor, # [..., hidden_size]
