@@ -28,6 +28,8 @@ from minengine.model.decoder import DecoderForCausalLM
 from minengine.model.decoder import get_family
 from minengine.model.decoder import get_model_class
 from minengine.model.decoder import sliding_windows
+from minengine.model.layers import get_rope
+from minengine.model.layers import rope_parameters
 from minengine.parallel import can_pack
 from minengine.parallel import tensor_parallel_group
 
@@ -414,11 +416,19 @@ def test_the_whole_model_is_one_graph_with_opaque_attention(name, pack):
     assert len(calls) == 3
 
 
-def test_the_shared_config_files_are_known():
-    folder = Path(__file__).parents[2] / "shared" / "data" / "configs"
-    if not folder.is_dir(): pytest.skip("no folder of configs")
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "configs").glob("*.json")),
+                         ids=lambda path: path.stem)
+def test_configs_of_real_models(path):
+    "Every family, as its files are: one layer of it can be built, with the right rope."
     from transformers import AutoConfig
-    for path in sorted(folder.glob("*.json")):
-        config = AutoConfig.for_model(**json.loads(path.read_text()))
-        assert get_family(config).model_type == config.model_type
-        assert len(sliding_windows(config)) == config.num_hidden_layers
+    raw = json.loads(path.read_text())
+    config = AutoConfig.for_model(**raw | dict(num_hidden_layers=1))
+    assert get_family(config) is FAMILIES[raw["architectures"][0]]
+    assert sliding_windows(config) == [None]
+    model_config = ModelConfig(path.stem, config, max_model_len=64)
+    with torch.device("meta"): decoder = DecoderForCausalLM(model_config)
+    assert decoder.tied == raw["tie_word_embeddings"]
+    kind = (raw.get("rope_scaling") or {}).get("rope_type", "default")
+    assert rope_parameters(config)["rope_type"] == rope_parameters(SimpleNamespace(**raw))["rope_type"] == kind
+    assert rope_parameters(config)["rope_theta"] == raw["rope_theta"]
+    assert torch.equal(get_rope(config, 64).table, get_rope(SimpleNamespace(**raw), 64).table)
