@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minengine.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from minengine.inputs import (
+    MAX_OUTPUTS, check_limits, check_token_ids, find_eos_token_ids, fit_max_tokens, parse_prompt, tokenize_bad_words)
 from minengine.sampling_params import SamplingParams
 from minengine.tokenizer import ByteTokenizer
-from minengine.v1.engine.processor import (
-    MAX_OUTPUTS, Processor, check_token_ids, find_eos_token_ids, fit_max_tokens, parse_prompt, tokenize_bad_words)
+from minengine.v1.engine.processor import Processor
 from minengine.v1.messages import EngineCoreRequest
 
 VOCAB_SIZE, MAX_LEN = 300, 64
@@ -130,6 +131,8 @@ def test_v1_refuses_adapters_and_priorities():
 
 def test_too_many_outputs():
     refuses(f"n must be at most {MAX_OUTPUTS}, got 1000000", n=1_000_000)
+    with pytest.raises(ValueError, match="best_of must be at most 1024, got 2000"):
+        check_limits(SamplingParams(best_of=2000), max_logprobs=20)   # V0's, which ranks
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
