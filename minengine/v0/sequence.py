@@ -304,7 +304,11 @@ class SequenceGroup:
     def num_unfinished_seqs(self) -> int: return len(self.get_unfinished_seqs())
     def num_finished_seqs(self) -> int: return len(self.get_finished_seqs())
     def is_finished(self) -> bool: return all(s.is_finished() for s in self.seqs)
-    def is_prefill(self) -> bool: return self.first_seq.is_prefill()
+
+    def is_prefill(self) -> bool:
+        if self.is_single_seq: return self.first_seq.is_prefill()
+        # One that goes on may be recomputed after the first has ended.
+        return any(s.is_prefill() for s in self.get_unfinished_seqs())
 
     def get_max_num_running_seqs(self) -> int: # seats in a step's batch
         "Most sequences that this group will run at once from now on."
