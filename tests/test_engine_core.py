@@ -6,9 +6,10 @@ import sys
 import pytest
 from front_tiny import ToyExecutor, make_config
 
+from minengine.model.memory import fit_max_model_len
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.tokenizer import ByteTokenizer
-from minengine.v1.engine.core import EngineCore, fit_max_model_len
+from minengine.v1.engine.core import EngineCore
 from minengine.v1.engine.core_client import EngineCoreClient, InprocClient, make_client
 from minengine.v1.engine.llm_engine import LLMEngineV1
 from minengine.v1.messages import EngineCoreRequest, FinishReason

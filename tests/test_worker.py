@@ -6,13 +6,15 @@ import torch
 from v1_tiny import VOCAB, tiny_config
 
 from minengine.config import DeviceConfig, ParallelConfig
+from minengine.model import memory
+from minengine.model.memory import (
+    GIB, available_host_memory, cpu_kv_cache_bytes, gpu_kv_cache_bytes, model_bytes, num_blocks_that_fit,
+    swap_space_bytes)
 from minengine.sampling_params import SamplingParams
 from minengine.v1.core.scheduler import Scheduler
-from minengine.v1.executor import Executor, UniProcExecutor, num_blocks_that_fit
+from minengine.v1.executor import Executor, UniProcExecutor
 from minengine.v1.request import Request
-from minengine.v1.worker import worker as worker_module
-from minengine.v1.worker.worker import (
-    GIB, Worker, available_host_memory, cpu_kv_cache_bytes, gpu_kv_cache_bytes, model_bytes)
+from minengine.v1.worker.worker import Worker
 
 # Bytes of a block: 2 (K, V) x 2 layers x 4 tokens x 2 heads x 8 numbers x 4 bytes.
 BLOCK_BYTES = 2 * 2 * 4 * 2 * 8 * 4
@@ -35,9 +37,15 @@ def test_cpu_default_is_a_quarter_at_most_4_gib():
 
 def test_host_memory_is_some_number_of_bytes(monkeypatch):
     assert 0 < available_host_memory() < 2**50
-    monkeypatch.setattr(worker_module, "_read_int", {
+    monkeypatch.setattr(memory, "_read_int", {
         "/sys/fs/cgroup/memory.max": 3 * GIB, "/sys/fs/cgroup/memory.current": 2 * GIB}.get)
     assert available_host_memory() <= GIB   # a container's limit counts
+
+
+def test_swap_space_is_fitted_only_if_nobody_asked_for_it():
+    assert swap_space_bytes(4, 100 * GIB) == 4 * GIB and swap_space_bytes(4, 2 * GIB) == GIB
+    assert swap_space_bytes(0, 0) == 0
+    with pytest.raises(ValueError, match="16 GiB, but only 8.00 GiB"): swap_space_bytes(16, 8 * GIB)
 
 
 def test_field_vllm_19312_memory_of_others_is_not_charged():

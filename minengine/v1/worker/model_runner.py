@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGITS', 'ragged_positions', 'logits_rows', 'make_request_state', 'apply_delta', 'update_batch', 'StepBuffers',
-           'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'model_dtype', 'demanding_metadata',
-           'ModelRunner']
+           'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'demanding_metadata', 'ModelRunner']
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #export-imports
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ...config import cdiv
 from ...logits import compute_logprobs
 from ...logits import gather_logprobs
 from ...logits import SamplingMetadata
+from ...model.memory import model_dtype
 from ...sampling_params import SamplingParams
 from ...sampling_params import SamplingType
 from ..core.scheduler_output import CachedRequestData
@@ -273,13 +273,6 @@ def score_prompts(
         if metadata.seq_lens_cpu[row] > len(scores.targets):
             done[req_id] = unfinished.pop(req_id).tolists()
     return done
-
-# %% ../../../nbs/51_v1_model_runner.ipynb #model-dtype
-def model_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    "The type of weights, activations and KV cache; *auto* is the device's."
-    name, device = vllm_config.model_config.dtype, vllm_config.device_config.device
-    if name == "auto": name = "float32" if device == "cpu" else "bfloat16"
-    return getattr(torch, name)
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #demanding-metadata
 def demanding_metadata(
