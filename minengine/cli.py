@@ -150,9 +150,10 @@ def stream_answer(
     llm: Any,
     prompt: Any,
     params: SamplingParams, # with `output_kind` DELTA, and n 1
-) -> str:                   # the whole answer
+) -> tuple[str, bool]:      # the answer; True: the user stopped it
     "Print an answer while it comes; its speed goes to standard error."
     start_s, first_s, num_tokens, text = time.perf_counter(), None, 0, ""
+    stopped = False
     try:
         for output in llm.stream(prompt, params):
             piece = output.outputs[0]
@@ -160,27 +161,28 @@ def stream_answer(
             num_tokens += len(piece.token_ids)
             text += piece.text
             print(piece.text, end="", flush=True)
-    except KeyboardInterrupt: print("\n[stopped]", end="", file=sys.stderr)
+    except KeyboardInterrupt: stopped = True
     print(flush=True)
     total_s = time.perf_counter() - start_s
     if num_tokens: print(
-        f"[{num_tokens} tokens, {num_tokens / total_s:.1f} tokens/s, first "
-        f"after {first_s - start_s:.2f} s, engine {llm.engine_name}]",
+        f"[{'stopped after ' * stopped}{num_tokens} tokens, "
+        f"{num_tokens / total_s:.1f} tokens/s, first after "
+        f"{first_s - start_s:.2f} s, engine {llm.engine_name}]",
         file=sys.stderr)
-    return text
+    return text, stopped
 
 # %% ../nbs/85_cli.ipynb #run-generate
-def run_generate(options: argparse.Namespace):
+def run_generate(options: argparse.Namespace) -> int: # exit code
     "`minengine generate`: one prompt streams, several are batched."
     texts = [sys.stdin.read() if t == "-" else t for t in options.prompts]
     llm, params = start(options)
     prompts = [make_prompt(llm, t, options.system, options.raw) for t in texts]
     if len(prompts) == 1 and params.n == 1:
-        stream_answer(llm, prompts[0], params)
-        return
+        return 130 if stream_answer(llm, prompts[0], params)[1] else 0
     for text, output in zip(texts, llm.generate(prompts, params)):
         print(f"--- {text}")
         for answer in output.outputs: print(answer.text)
+    return 0
 
 # %% ../nbs/85_cli.ipynb #run-chat
 def run_chat(options: argparse.Namespace):
@@ -198,7 +200,7 @@ def run_chat(options: argparse.Namespace):
         if text == "/new": messages = list(opening)
         if text in ("", "/new"): continue
         messages.append({"role": "user", "content": text})
-        try: answer = stream_answer(
+        try: answer, _ = stream_answer(
             llm, render_chat(llm.get_tokenizer(), messages), params)
         except ValueError as error: # most likely too long: take it back
             messages.pop()

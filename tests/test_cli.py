@@ -113,6 +113,18 @@ def test_usage_errors(words, capsys):
     assert error.value.code == 2
 
 
+def test_interrupt_of_a_stream_keeps_what_was_shown(model, capsys, monkeypatch):
+    import minengine.llm as llm
+    def two_pieces(self, prompt, params):
+        for i, output in enumerate(stream(self, prompt, params)):
+            yield output
+            if i == 1: raise KeyboardInterrupt
+    stream = llm.LLM.stream
+    monkeypatch.setattr(llm.LLM, "stream", two_pieces)
+    code, out, err = run(capsys, "generate", "hello", "--ignore-eos", *model)
+    assert code == 130 and out.endswith("\n") and "[stopped after 2 tokens" in err
+
+
 def test_interrupt(model, capsys, monkeypatch):
     import minengine.llm as llm
     def interrupted(*args, **kwargs): raise KeyboardInterrupt
