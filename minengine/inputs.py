@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROMPT_KEYS', 'MAX_OUTPUTS', 'parse_prompt', 'check_token_ids', 'encode_prompt', 'fit_max_tokens',
-           'tokenize_bad_words', 'find_eos_token_ids', 'fill_params', 'check_vocabulary', 'check_limits', 'refuse']
+           'tokenize_bad_words', 'find_eos_token_ids', 'fill_params', 'check_vocabulary', 'child_seed', 'check_limits',
+           'refuse']
 
 # %% ../nbs/16_inputs.ipynb #export-imports
 from operator import index
@@ -184,6 +185,16 @@ def _check_one_is_left(params, vocab_size):
         f"{what} leaves no token to generate: bad_words forbid {len(bad)}, and "
         f"until min_tokens={params.min_tokens} are out, stop_token_ids and the "
         f"model's own end tokens forbid {len(ends)}")
+
+# %% ../nbs/16_inputs.ipynb #child-seed
+def child_seed(
+    seed: int | None, # the user's
+    index: int,       # which of the n answers
+) -> int | None:      # for that answer's generator
+    "`seed + index`, kept inside 64 bits and past -1, which means none."
+    if seed is None: return None
+    if seed < -1 <= seed + index: index += 1
+    return (seed + index + 2**63) % 2**64 - 2**63
 
 # %% ../nbs/16_inputs.ipynb #check-limits
 MAX_OUTPUTS = 1024 # answers to one prompt; each costs as much as a request

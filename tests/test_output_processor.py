@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minengine.v1.engine.request_state as module
+from minengine.inputs import child_seed
 from minengine.output_text import make_logprobs, num_held_back
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.tokenizer import ByteTokenizer
-from minengine.v1.engine.output_processor import OutputProcessor, child_seed
+from minengine.v1.engine.output_processor import OutputProcessor
 from minengine.v1.messages import (
     EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason, LogprobsLists)
 
