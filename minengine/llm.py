@@ -92,7 +92,8 @@ def start_up_table(
         f"  fits        {num_tokens / config.max_model_len:10.1f} requests "
         f"of max_model_len {config.max_model_len:,}",
         f"  a step      {limits.max_num_batched_tokens:10,} tokens, "
-        f"{limits.max_num_seqs:,} requests at most"])
+        f"{limits.max_num_seqs:,} requests at most",
+        *_name_defaults(config.generation_config)])
 
 # %% ../nbs/80_llm.ipynb #default-sampling-params
 # Names in `generation_config.json`, and ours.
@@ -109,6 +110,12 @@ def default_sampling_params(
         ours: generation_config[theirs]
         for theirs, ours in GENERATION_NAMES.items()
         if generation_config.get(theirs) is not None})
+
+def _name_defaults(generation_config) -> list[str]: # no line, or one
+    given = [f"{ours} {generation_config[theirs]}"
+             for theirs, ours in GENERATION_NAMES.items()
+             if generation_config.get(theirs) is not None]
+    return [f"  defaults    {', '.join(given)}"] * bool(given)
 
 # %% ../nbs/80_llm.ipynb #list-prompts
 def list_prompts(

@@ -409,13 +409,15 @@ def test_tokenizer_objects_and_none(tmp_path):
     assert len(out.outputs[0].token_ids) == 8 and out.outputs[0].text == ""
 
 
-def test_field_lm_eval3154_defaults_come_from_the_model(tmp_path):
+def test_field_lm_eval3154_defaults_come_from_the_model(tmp_path, capsys):
     folder = make_folder(tmp_path / "tiny")
     (tmp_path / "tiny" / "generation_config.json").write_text(
         '{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 7, "eos_token_id": [257, 258]}')
     params = LLM(folder, **ARGS).get_default_sampling_params()
     assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty, params.max_tokens) == (0.6, 0.9, 20, 1.1, 7)
+    assert "defaults    temperature 0.6, top_k 20, top_p 0.9, repetition_penalty 1.1, max_tokens 7" in capsys.readouterr().err
     assert LLM(folder, generation_config="vllm", **ARGS).get_default_sampling_params() == SamplingParams()
+    assert "defaults" not in capsys.readouterr().err
     assert default_sampling_params({}) == SamplingParams()
 
 

@@ -1,0 +1,587 @@
+"""What people met in engines of this kind, row by row.
+
+The field reports are a table of bugs that others reported against vLLM,
+nano-vllm, SGLang and more. `SECTIONS` holds the rows that V1 in one process can
+meet, each by the first report it names. A row is tested here, by a test that
+begins with its name, or elsewhere (`ROWS`), or it waits (`LATER`).
+"""
+import ast
+import functools
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from front_tiny import ARGS, ToyExecutor, make_config, make_folder
+from scheduling import counts, make_request, make_scheduler, names, step
+from v1_tiny import Engine, alone, random_prompt
+
+from minengine.config import SchedulerConfig
+from minengine.llm import LLM
+from minengine.sampling_params import SamplingParams
+from minengine.tokenizer import ByteTokenizer
+from minengine.v1.engine.llm_engine import LLMEngineV1
+from minengine.v1.request import RequestStatus
+
+TESTS, NOTEBOOKS = Path(__file__).parent, Path(__file__).parents[1] / "nbs"
+SPECIAL = 258   # <|system|> of the byte tokenizer
+quick = dict(use_tqdm=False)
+
+# By section of the reports.
+SECTIONS = {
+    # scheduler: admission, budget, preemption, starvation
+    1: ["nano-vllm#144 (part 1)", "vllm#2163", "vllm#45414", "vllm#28558", "vllm#49097", "vllm#41951", "vllm#9342",
+        "vllm-project/vllm-metal#200", "vllm#18411", "vllm#27367", "vllm#21809", "vllm#53130", "vllm#25890"],
+    # blocks: leaks, double frees, stale entries
+    3: ["nano-vllm#163", "vllm#42571", "vllm#37076", "sglang#35270", "sgl-project/sglang-jax#982", "sglang#36855",
+        "mini-sglang#142", "bytedance-iaas/sglang#508", "sglang#38355", "nano-vllm#66"],
+    # prefix cache: keys, wrong hits, full hits, prompt logprobs
+    4: ["vllm#12621", "vllm#20261", "vllm#36708", "vllm#3264", "vllm#30931", "vllm#42125", "nano-vllm#199",
+        "vllm#30320", "vllm#3251", "vllm#23399", "vllm#42245", "vllm#5344", "vllm#3355", "vllm#57610"],
+    # bad input
+    5: ["vllm#12600", "vllm#40302", "vllm#54195", "vllm-project/vllm-ascend#15228", "vllm#48567", "vllm#29355",
+        "vllm#8393", "vllm#42474", "vllm#40689", "vllm#19861"],
+    # text, stop strings, ends
+    6: ["vllm#3574", "vllm#2577", "vllm#3672", "vllm#21987", "vllm#26317", "vllm#5849", "vllm#4589", "vllm#32163",
+        "vllm#792", "vllm#984", "vllm#21951", "waybarrios/vllm-mlx#109", "vllm#4188"],
+    # sampling, penalties, seeds, logprobs
+    7: ["nano-vllm#249", "vllm#6719", "vllm#22180", "vllm-project/vllm-metal#646", "vllm#5639", "vllm#57719",
+        "vllm-project/vllm-metal#69", "EleutherAI/lm-evaluation-harness#3154", "vllm#17929", "vllm#9453", "vllm#15420",
+        "vllm#44319", "vllm#5334", "nano-vllm#260"],
+    # determinism
+    8: ["vllm#5898", "vllm#23138", "vllm#7779"],
+    # weights, config, parallel sizes, types
+    14: ["sglang#18024", "QwenLM/Qwen3-VL-Embedding#89", "vllm#40765", "vllm#32673", "vllm#7953", "vllm#2652",
+         "transformers#48307", "vllm#49795", "vllm#4057", "vllm#12794", "vllm#9729"],
+    # memory
+    15: ["vllm#19312", "vllm#55169", "vllm#2418"],
+}
+
+# Row -> the tests elsewhere that cover it.
+ROWS = {
+    "nano-vllm#144 (part 1)": "test_model_runner.py::test_field_nano_vllm_144_preempted_after_output_is_recomputed",
+    "vllm#2163": "test_engine_core.py::test_field_vllm2163_vllm2418_a_pool_too_small_for_one_request "
+                 "test_bad_input.py::test_engine_arguments",
+    "vllm#28558": "test_scheduler.py::test_preemption_clears_drafts",
+    "vllm#18411": "test_kv_cache_manager.py::test_failed_allocation_changes_nothing",
+    "vllm#27367": "test_model_runner.py::test_field_vllm_27367_any_batch_gives_the_tokens_of_a_request_alone",
+    "vllm#53130": "test_scheduler.py::test_max_num_seqs_limits_what_runs",
+
+    "nano-vllm#163": "test_kv_cache_manager.py::test_reused_block_is_forgotten",
+    "vllm#42571": "test_kv_cache_manager.py::test_double_free",
+    "vllm#37076": "test_model_runner.py::test_field_vllm_37076_nan_in_freed_blocks_never_reaches_an_output "
+                  "test_kv_cache_manager.py::test_hits_are_held_before_others_are_taken",
+    "sglang#35270": "test_kv_cache_manager.py::test_idle_pool_counts_shared_blocks_once",
+    "bytedance-iaas/sglang#508": "test_kv_cache_manager.py::test_idle_pool_counts_shared_blocks_once",
+    "sglang#38355": "test_kv_cache_manager.py::test_abort_between_chunks_drops_only_its_own_reference",
+    "nano-vllm#66": "test_kv_cache_manager.py::test_prompt_of_exactly_one_block_then_decode",
+
+    "vllm#12621": "test_kv_cache_manager.py::test_hash_is_the_same_in_every_process",
+    "vllm#20261": "test_kv_cache_manager.py::test_same_text_other_picture_never_hits",
+    "vllm#36708": "test_kv_cache_manager.py::test_two_layouts_of_one_image_have_different_keys",
+    "vllm#3264": "test_kv_cache_manager.py::test_adapters_never_share_blocks",
+    "vllm#30931": "test_kv_cache_manager.py::test_adapters_never_share_blocks",
+    "nano-vllm#199": "test_scheduler.py::test_full_hit_recomputes_one_block "
+                     "test_equality.py::test_tiny_models_equal_transformers",
+    "vllm#30320": "test_scheduler.py::test_full_hit_recomputes_one_block",
+    "vllm#3251": "test_scheduler.py::test_prompt_logprobs_skip_the_cache "
+                 "test_kv_cache_manager.py::test_prompt_logprobs_skip_reads_and_still_write",
+    "vllm#3355": "test_checkpoint.py::test_prefix_caching_with_a_sliding_window_in_the_config "
+                 "test_models.py::test_sliding_windows",
+
+    "vllm#12600": "test_processor.py::test_field_vllm12600_prompt_longer_than_the_model "
+                  "test_bad_input.py::test_prompt_longer_than_the_model",
+    "vllm#40302": "test_processor.py::test_field_vllm40302_a_lowered_limit_is_the_only_one "
+                  "test_bad_input.py::test_prompt_longer_than_the_pool",
+    "vllm#54195": "test_processor.py::test_field_vllm54195_ids_are_checked_against_the_logits_width "
+                  "test_logits.py::test_vllm_54195_an_id_outside_never_lands_in_a_neighbour",
+    "vllm-project/vllm-ascend#15228": "test_processor.py::test_field_vllm54195_ids_are_checked_against_the_logits_width",
+    "vllm#48567": "test_output_processor.py::test_field_vllm48567_ids_outside_the_vocabulary_have_no_text "
+                  "test_tokenizer.py::test_ids_outside_the_vocabulary",
+    "vllm#29355": "test_output_processor.py::test_field_vllm29355_an_id_is_free_at_once_and_late_outputs_hurt_nobody",
+    "vllm#8393": "test_output_processor.py::test_field_vllm8393_an_id_in_use_is_refused_and_the_first_goes_on "
+                 "test_scheduler.py::test_an_id_in_use_is_refused",
+    "vllm#42474": "test_processor.py::test_field_vllm42474_max_tokens_past_the_window_is_clamped "
+                  "test_bad_input.py::test_a_huge_max_tokens_is_clamped_for_generate_and_chat",
+    "vllm#40689": "test_llm.py::test_field_vllm40689_the_template_is_counted",
+
+    "vllm#3574": "test_output_processor.py::test_field_vllm3574_vllm2577_streams_never_leak_a_stop_string "
+                 "test_tokenizer.py::test_stop_string_is_found_once_it_is_there",
+    "vllm#2577": "test_output_processor.py::test_field_vllm3574_vllm2577_streams_never_leak_a_stop_string",
+    "vllm#3672": "test_output_processor.py::test_field_vllm3672_stop_string_inside_and_across_tokens",
+    "vllm#21987": "test_output_processor.py::test_field_vllm21987_stop_strings_wait_for_min_tokens",
+    "vllm#26317": "test_model_runner.py::test_field_vllm_26317_min_tokens_holds_back_the_end",
+    "vllm#5849": "test_sampler.py::test_vllm_5849_no_stop_token_before_min_tokens "
+                 "test_processor.py::test_field_vllm5849_all_eos_ids_are_known",
+    "vllm#32163": "test_input_batch.py::test_field_vllm_5849_32163_min_tokens_masks_every_end_token "
+                  "test_logits.py::test_min_tokens_equals_transformers_and_masks_every_stop_id",
+    "vllm#792": "test_output_processor.py::test_field_vllm792_special_tokens_stop_by_id_not_by_string",
+    "vllm#984": "test_tokenizer.py::test_output_after_a_prompt",
+    "vllm#21951": "test_output_processor.py::test_field_vllm21951_a_failing_detokenizer_ends_its_request_only",
+    "waybarrios/vllm-mlx#109": "test_output_processor.py::test_field_vllm_mlx109_no_half_characters_in_a_stream "
+                               "test_tokenizer.py::test_never_half_a_character",
+    "vllm#4188": "test_output_processor.py::test_field_vllm4188_the_prompt_is_not_searched",
+
+    "nano-vllm#249": "test_sampler.py::test_nano_vllm_249_greedy_rows_leave_the_draws_of_others_alone",
+    "vllm#6719": "test_sampler.py::test_vllm_6719_greedy_ignores_the_cuts_and_draws_nothing",
+    "vllm#22180": "test_logits.py::test_temperature_equals_transformers_and_greedy_rows_are_divided_by_one",
+    "vllm-project/vllm-metal#646": "test_sampler.py::test_vllm_metal_646_a_greedy_row_beside_top_k "
+                                   "test_logits.py::test_vllm_metal_646_top_k_off_or_too_large_beside_a_small_one",
+    "vllm#5639": "test_sampler.py::test_vllm_5639_the_order_of_requests_does_not_matter "
+                 "test_model_runner.py::test_repetition_penalty_over_chunks_and_moves_equals_alone",
+    "vllm#57719": "test_logits.py::test_vllm_57719_rows_of_very_different_length_and_missing_ids "
+                  "test_input_batch.py::test_pad_prompts",
+    "vllm-project/vllm-metal#69": "test_logits.py::test_vllm_metal_69_prompt_tokens_count_for_repetition_only "
+                                  "test_sampler.py::test_bias_and_penalties_hold_for_greedy_rows",
+    "EleutherAI/lm-evaluation-harness#3154": "test_llm.py::test_field_lm_eval3154_defaults_come_from_the_model",
+    "vllm#17929": "test_model_runner.py::test_field_vllm_17929_11953_the_global_generator_is_left_alone "
+                  "test_sampler.py::test_two_samplers_agree_step_by_step",
+    "vllm#9453": "test_sampler.py::test_vllm_9453_raw_logprobs_are_the_models_own "
+                 "test_sampler.py::test_processed_logprobs_are_those_that_were_drawn_from",
+    "vllm#15420": "test_model_runner.py::test_field_vllm_15420_prompt_logprobs_over_chunks_equal_a_plain_forward",
+    "vllm#44319": "test_output_processor.py::test_field_vllm44319_entries_are_kept_by_id "
+                  "test_logits.py::test_the_first_k_do_not_depend_on_k",
+    "vllm#5334": "test_tokenizer.py::test_decode_token_is_its_own_piece",
+    "nano-vllm#260": "test_logits.py::test_nano_vllm_260_the_token_that_crosses_the_threshold_is_kept",
+
+    "vllm#5898": "test_llm.py::test_alone_and_together_are_equal test_equality.py::test_smollm2_equals_transformers",
+
+    "sglang#18024": "test_models.py::test_sglang_18024_an_untied_head_stays_its_own "
+                    "test_checkpoint.py::test_untied_head_is_kept",
+    "QwenLM/Qwen3-VL-Embedding#89": "test_models.py::test_qwen3_vl_embedding_89_untied_but_no_head_is_stored "
+                                    "test_checkpoint.py::test_untied_without_a_head",
+    "vllm#40765": "test_checkpoint.py::test_sharded_with_stray_file",
+    "vllm#32673": "test_models.py::test_vllm_32673_prefixes_of_larger_models test_checkpoint.py::test_name_prefixes",
+    "vllm#7953": "test_checkpoint.py::test_folders_that_are_no_model",
+    "vllm#2652": "test_parallel.py::test_vllm_2652_heads_that_do_not_divide",
+    "transformers#48307": "test_parallel.py::test_transformers_48307_kv_heads_are_replicated",
+    "vllm#49795": "test_models.py::test_vllm_49795_the_layer_type_decides_not_the_field",
+    "vllm#4057": "test_equality.py::test_tiny_models_equal_transformers",   # the family with a window, in chunks
+    "vllm#12794": "test_checkpoint.py::test_float16_on_cpu_becomes_float32",
+    "vllm#9729": "test_models.py::test_vllm_9729_half_precision "
+                 "test_layers.py::test_vllm_9729_norm_rounds_where_transformers_rounds",
+
+    "vllm#19312": "test_worker.py::test_field_vllm_19312_memory_of_others_is_not_charged",
+    "vllm#55169": "test_worker.py::test_field_vllm_55169_2418_senseless_sizes_are_refused_with_the_numbers "
+                  "test_llm.py::test_start_up_says_what_runs",
+    "vllm#2418": "test_engine_core.py::test_field_vllm2163_vllm2418_a_pool_too_small_for_one_request",
+}
+
+LATER = {
+    "vllm#9342": "V0 only: priorities. V1 refuses them by name",
+    "vllm#42125": "LoRA: adapters are not built; with them, a reload must change the id or empty the cache",
+    "vllm#19861": "server: an alias of the chat API. `max_tokens=None` takes the rest of the window already",
+}
+
+
+# The table itself ---------------------------------------------------------------
+
+ALL = [row for rows in SECTIONS.values() for row in rows]
+
+
+def prefix_of(row: str) -> str:
+    "How the tests of a row begin: without its owner, in small letters."
+    return "test_" + re.sub(r"[^a-z0-9]+", "_", row.split("/")[-1].lower()).strip("_") + "_"
+
+
+@functools.cache
+def names_in(file: str) -> list[str]:
+    "Names of the test functions of a file, found without importing it."
+    tree = ast.parse((TESTS / file).read_text())
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+
+
+def is_tested_here(row): return any(name.startswith(prefix_of(row)) for name in names_in(Path(__file__).name))
+
+
+def test_table_prefixes_tell_rows_apart():
+    assert prefix_of("nano-vllm#144 (part 1)") == "test_nano_vllm_144_part_1_"
+    assert prefix_of("vllm-project/vllm-metal#200") == "test_vllm_metal_200_"
+    assert len(set(map(prefix_of, ALL))) == len(ALL) == 91
+
+
+def test_table_every_row_is_tested_or_waits():
+    assert [row for row in ALL if not (is_tested_here(row) or row in ROWS or row in LATER)] == [], "no test, no reason"
+    assert [row for row in LATER if is_tested_here(row) or row in ROWS] == [], "these wait no longer"
+    assert all(LATER.values())
+
+
+def test_table_tests_elsewhere_exist():
+    listed = [test.split("::") for tests in ROWS.values() for test in tests.split()]
+    assert [test for test in listed if test[1] not in names_in(test[0])] == []
+    assert Path(__file__).name not in {file for file, _ in listed}
+
+
+def test_table_no_row_is_made_up():
+    assert [row for row in (*ROWS, *LATER) if row not in ALL] == []
+    prefixes = ("test_table_", *map(prefix_of, ALL))
+    assert [name for name in names_in(Path(__file__).name) if not name.startswith(prefixes)] == []
+
+
+def test_table_has_every_row_of_the_reports():
+    path = TESTS.parents[1] / "shared" / "field" / "bug_reports.md"
+    if not path.is_file(): pytest.skip("the reports are not here")
+    found, section = {}, None
+    for line in path.read_text().splitlines():
+        if heading := re.match(r"## (\d+)\.", line): section = int(heading[1])
+        first = re.match(r"\| ([^,|]*?\S+#\d+(?: \(part \d\))?)", line)
+        if first and section in SECTIONS: found.setdefault(section, []).append(first[1])
+    assert found == SECTIONS
+
+
+# Helpers ------------------------------------------------------------------------
+
+def greedy(max_tokens=8, **kw): return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **kw)
+
+
+def toy_engine(executor=ToyExecutor, eos=(257,), log_stats=False, **config) -> LLMEngineV1:
+    "An engine without a model; its next token is the last one plus one."
+    config = make_config(**config)
+    config.model_config.generation_config = {"eos_token_id": list(eos)}
+    return LLMEngineV1(config, executor, log_stats, ByteTokenizer())
+
+
+def says(tokens: list[int]) -> type:
+    "An executor whose model answers every prompt with `tokens`."
+    class Says(ToyExecutor):
+        def execute_model(self, order):
+            result = super().execute_model(order)
+            for new in order.scheduled_new_reqs: self.start = len(new.prompt_token_ids)
+            result.sampled_token_ids = [[tokens[len(self.tokens[i]) - self.start]] for i in result.req_ids]
+            return result
+    return Says
+
+
+def finish(engine: LLMEngineV1) -> dict:
+    "The last output of every request."
+    done = {}
+    while engine.has_unfinished_requests():
+        for out in engine.step(): done[out.request_id] = out
+        core_of(engine).check_invariants()
+    return done
+
+
+def core_of(engine): return engine.engine_core.engine_core
+
+
+def assert_pool_is_whole(scheduler):
+    scheduler.check_invariants()
+    manager = scheduler.kv_cache_manager
+    assert manager.num_free_blocks == manager.num_gpu_blocks == len(set(map(id, manager.pool.free_queue)))
+
+
+def some_page_says(*words: str) -> bool:
+    "Whether one paragraph of a notebook has all the words."
+    cells = (cell for page in NOTEBOOKS.glob("*.ipynb") for cell in json.loads(page.read_text())["cells"])
+    return any(all(word in line for word in words)
+               for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    "A tiny model whose prompts are computed in chunks of at most 64 tokens."
+    return LLM(make_folder(tmp_path_factory.mktemp("tiny")), **ARGS, max_num_batched_tokens=64)
+
+
+# 1. Scheduler ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("seed", [0, 111, 196])   # the last two stall if a victim keeps its images
+def test_vllm_45414_under_load_every_step_gets_somebody_further(seed):
+    "Nothing runs, requests wait, the pool is empty, and so it stays for minutes."
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_blocks=12, block_size=4, budget=16, max_seqs=rng.choice([4, 6]), max_model_len=90,
+                               prealloc=rng.choice([0, 4]), encoder_budget=12)
+    requests = []
+    for n in range(2000):
+        if n < 150 and n % 3 == 0:   # about twice what can be served; every fifth may outgrow the pool of 48 tokens
+            length = rng.randrange(5, 90 if n % 15 == 0 else 34)
+            images = [(2, 6), (length - 10, rng.randrange(1, 9))] if length > 20 else []
+            requests.append(make_request(f"r{n}", length - 1, max_tokens=rng.randrange(1, 14), images=images))
+            scheduler.add_request(requests[-1])
+        if n >= 150 and not scheduler.has_unfinished_requests(): break
+        busy = scheduler.has_unfinished_requests()
+        order, outputs = step(scheduler)
+        assert not busy or order.num_scheduled_tokens or any(o.finished for o in outputs.values()), f"step {n} was for nothing"
+    assert len(requests) == 50 and not scheduler.has_unfinished_requests()
+    for request in requests:   # served in full, or told why not
+        served = request.num_output_tokens == request.max_tokens
+        assert served != bool(request.stop_reason), request.request_id
+        assert served or "KV cache blocks, there are 12" in request.stop_reason
+    assert any(r.stop_reason for r in requests) and scheduler.num_preempted > 0   # the test tests
+    assert_pool_is_whole(scheduler)
+
+
+@pytest.mark.parametrize("needy", range(5))
+def test_vllm_49097_a_victim_costs_nobody_else_the_step(needy):
+    "Someone is preempted, the list gets shorter, and the loop passes over a request that could have run."
+    # Two blocks each, no block is left, and in one request both are full.
+    scheduler = make_scheduler(num_blocks=10, block_size=4, prealloc=0, caching=False)
+    requests = [make_request(str(i), 8 if i == needy else 6) for i in range(5)]
+    for request in requests: scheduler.add_request(request)
+    step(scheduler)
+    order, outputs = step(scheduler)
+    others = [str(i) for i in range(4)]
+    assert counts(order) == dict.fromkeys(others, 1) and list(outputs) == others
+    assert names(scheduler.running) == others and names(scheduler.waiting) == ["4"]
+
+
+def test_vllm_41951_the_victim_comes_back_first_and_finds_its_blocks():
+    "A preempted request queues behind one with an earlier arrival time, and what it had computed is lost."
+    scheduler = make_scheduler(num_blocks=3, max_seqs=2, prealloc=0)
+    x, y, early = make_request("x", 16, max_tokens=3), make_request("y", 24, max_tokens=3), make_request("early", 5, max_tokens=1)
+    x.arrival_time, y.arrival_time, early.arrival_time = 5.0, 9.0, 1.0
+    for request in (x, y): scheduler.add_request(request)
+    step(scheduler)
+    scheduler.add_request(early)
+    step(scheduler)                      # x needs a third block: y gives up two
+    assert y.status is RequestStatus.PREEMPTED and names(scheduler.waiting) == ["y", "early"]
+    step(scheduler)                      # the last token of x
+    order, _ = step(scheduler)
+    [resumed], [new] = order.scheduled_cached_reqs, order.scheduled_new_reqs
+    assert (resumed.req_id, resumed.num_computed_tokens, new.req_id) == ("y", 16, "early")
+    assert counts(order) == {"y": 9, "early": 5}
+
+
+def test_vllm_metal_200_a_prompt_longer_than_a_step_does_not_wait_for_ever(llm):
+    "Chunked prefill is off, the prompt is longer than the budget: it can never be scheduled."
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(2048\) .* max_model_len \(3000\)"):
+        SchedulerConfig(max_num_batched_tokens=2048, max_model_len=3000, enable_chunked_prefill=False)
+    assert SchedulerConfig(max_model_len=3000).max_num_batched_tokens == 3000   # by default it fits
+    # V1 always cuts: three times the budget, and it comes to an end.
+    assert llm.vllm_config.scheduler_config.max_num_batched_tokens == 64
+    out, = llm.generate([[7] * 200], greedy(3), **quick)
+    assert len(out.outputs[0].token_ids) == 3
+    with pytest.raises(ValueError, match="enable_chunked_prefill=False"):
+        LLM(llm.vllm_config.model_config.model, **ARGS, enable_chunked_prefill=False)
+
+
+@pytest.mark.parametrize("length, budget", [(24, 16), (8, 64)])   # in chunks; all at once, several preempted in a step
+def test_vllm_21809_preemptions_are_counted(length, budget):
+    "Prompts that do not all fit preempt each other again and again, and no figure shows it."
+    class Counts(ToyExecutor):
+        num_resumed = 0
+        def execute_model(self, order):
+            self.num_resumed += sum(data.resumed_from_preemption for data in order.scheduled_cached_reqs)
+            return super().execute_model(order)
+    engine = toy_engine(Counts, log_stats=True, num_blocks=16, max_model_len=64, caching=False, budget=budget)
+    for i in range(8): engine.add_request(f"r{i}", [i] * length, SamplingParams(max_tokens=12))
+    by_scheduler = by_front_end = 0
+    done = {}
+    while engine.has_unfinished_requests():
+        for out in engine.step(): done[out.request_id] = out.outputs[0].token_ids
+        by_scheduler += engine.last_stats[0].num_preempted_reqs
+        by_front_end += engine.last_stats[1].num_preempted_reqs
+    assert by_scheduler == by_front_end == core_of(engine).executor.num_resumed > 0
+    assert done == {f"r{i}": list(range(i + 1, i + 13)) for i in range(8)}
+
+
+@pytest.mark.parametrize("budget, cache", [(50, 80), (80, 50)])
+def test_vllm_25890_media_that_never_fits_is_refused_and_what_fits_gets_through(budget, cache):
+    "One huge picture: the engine makes empty steps for ever."
+    scheduler = make_scheduler(budget=80, encoder_budget=budget, encoder_cache=cache, max_model_len=300)
+    with pytest.raises(ValueError, match="image of 51 tokens, the encoder takes at most 50"):
+        scheduler.add_request(make_request("huge", 223, images=[(10, 51)]))
+    scheduler.add_request(make_request("large", 223, images=[(10, 50), (100, 50), (150, 50)], max_tokens=2))
+    for _ in range(20):
+        if not scheduler.has_unfinished_requests(): break
+        assert step(scheduler)[0].num_scheduled_tokens
+    assert not scheduler.has_unfinished_requests()
+    assert_pool_is_whole(scheduler)
+
+
+# 3. Blocks ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("max_tokens", [4, 5, 50])
+def test_sglang_jax_982_two_ways_to_end_free_once(max_tokens):
+    "The end of the output and the loop beside it both free the last slot."
+    # After "a", "de" is complete with the fourth token. The core ends there too, one step later, or not at all.
+    engine = toy_engine(num_blocks=16)
+    engine.add_request("r", "a", SamplingParams(max_tokens=max_tokens, stop=["de"]))
+    engine.add_request("other", "k", SamplingParams(max_tokens=30))
+    core_id, = (i for i in core_of(engine).scheduler.requests if i.startswith("r"))
+    answer = None
+    while answer is None:
+        for out in engine.step():
+            if out.request_id == "r" and out.finished: answer = out.outputs[0]
+    assert (answer.text, answer.stop_reason, len(answer.token_ids)) == ("bc", "de", 4)
+    assert core_id not in core_of(engine).scheduler.requests
+    for _ in range(2):
+        engine.abort_request("r")
+        engine.engine_core.abort_requests([core_id, "never heard of"])
+        core_of(engine).check_invariants()
+    assert finish(engine)["other"].outputs[0].token_ids == list(range(108, 138))
+    assert_pool_is_whole(core_of(engine).scheduler)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_sglang_36855_what_is_not_read_from_the_cache_is_computed_once(caching, num_blocks):
+    "A request that may not use the cache forgets each chunk it has computed, and starts again."
+    rng = random.Random(1)
+    prompts = {name: random_prompt(rng, 40, 41) for name in "ab"}
+    engine = Engine(budget=8, num_blocks=num_blocks, caching=caching, max_model_len=56)
+    for name, prompt in prompts.items(): engine.add(name, prompt, greedy(6, prompt_logprobs=0))
+    tokens = engine.run(max_steps=60)
+    assert tokens == {name: alone(prompt, params=greedy(6)) for name, prompt in prompts.items()}
+    for name in prompts: assert sum(o.new_prompt_logprobs is not None for o in engine.outputs[name]) == 1
+    num_computed = sum(order.total_num_scheduled_tokens for order in engine.orders)
+    if num_blocks == 64: assert num_computed == 2 * (40 + 5) and not engine.scheduler.num_preempted
+    else: assert 1 <= engine.scheduler.num_preempted <= 2   # and not again and again
+
+
+def test_mini_sglang_142_a_table_never_changes_under_its_request():
+    "Pages of an unfinished request are freed as duplicates of cached ones; its table still names them."
+    rng = random.Random(2)
+    prompt = random_prompt(rng, 38, 39)
+    engine = Engine(budget=16, num_blocks=48, nan_in_free_blocks=True)
+    engine.add("first", prompt, max_tokens=2)
+    for _ in range(2): engine.step()
+    # It computes the same blocks again, in chunks, while the first one ends and others come.
+    engine.add("same", prompt, greedy(30, prompt_logprobs=0))
+    wanted = {"first": alone(prompt, max_tokens=2), "same": alone(prompt, max_tokens=30)}
+    table, manager = [], engine.scheduler.kv_cache_manager
+    for n in range(40):
+        if n % 5 == 3:
+            others = {f"hit{n}": prompt[:30] + [n], f"miss{n}": random_prompt(rng, 20, 30)}
+            for name, other in others.items():
+                engine.add(name, other, max_tokens=3)
+                wanted[name] = alone(other, max_tokens=3)
+        engine.step()
+        now = [b.block_id for b in manager.req_to_blocks.get("same", ())]
+        if not now and table: break
+        assert now[:len(table)] == table, f"step {n}: a block was taken away"
+        table = now
+    assert len(table) == 17 and not engine.scheduler.num_preempted
+    assert engine.run() == wanted
+
+
+# 4. Prefix cache -----------------------------------------------------------------------
+
+def test_vllm_23399_prompt_logprobs_do_not_read_the_cache_and_a_page_says_so(llm):
+    "The guide says one thing about prompt logprobs and prefix caching, the engine does another."
+    prompt, scoring = [[(7 * i) % 200 for i in range(100)]], greedy(2, prompt_logprobs=0)
+    for params, num_cached in ((greedy(2), 0), (scoring, 0), (greedy(2), 96), (scoring, 0)):
+        assert llm.generate(prompt, params, **quick)[0].num_cached_tokens == num_cached
+    assert some_page_says("prompt_logprobs", "does not read the cache")
+
+
+def test_vllm_42245_scores_do_not_depend_on_who_came_before():
+    "Prompts overlap; where one was found in the cache, its scores are what the buffer happened to hold."
+    rng = random.Random(3)
+    start = random_prompt(rng, 24, 25)
+    prompts = {"a": start + [1, 2, 3], "b": start + [1, 9], "c": start[:17]}
+    def scores_of(order, **config):
+        engine = Engine(**config)
+        engine.add("warm", start, max_tokens=3)          # fills the cache
+        for name in order:
+            engine.add(name, prompts[name], greedy(2, prompt_logprobs=2))
+            engine.step()
+        engine.run()
+        return {name: next(o.new_prompt_logprobs for o in engine.outputs[name] if o.new_prompt_logprobs) for name in order}
+    wanted = {name: scores_of(name, caching=False, budget=64)[name] for name in prompts}
+    for order in itertools.permutations("abc"):
+        found = scores_of(order, budget=20)
+        for name, prompt in prompts.items():
+            assert [ids[0] for ids in found[name].logprob_token_ids] == prompt[1:]
+            torch.testing.assert_close(torch.tensor(found[name].logprobs), torch.tensor(wanted[name].logprobs), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_vllm_5344_scoring_a_long_prompt_twice_harms_nobody(llm, max_tokens):
+    "`echo` with `logprobs` on a long prompt, sent twice with prefix caching: the engine is gone."
+    prompt, params = [[(11 * i + 5) % 250 for i in range(200)]], greedy(max_tokens, logprobs=1, prompt_logprobs=1)
+    running = llm.stream("somebody else", greedy(40))
+    next(running)
+    first, second = (llm.generate(prompt, params, **quick)[0] for _ in range(2))
+    assert len(list(running)[-1].outputs[0].token_ids) == 40
+    assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == 200 and first.prompt_logprobs[0] is None
+    for i, token in enumerate(prompt[0][1:], 1):
+        one, two = (out.prompt_logprobs[i][token] for out in (first, second))
+        assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
+        assert one.decoded_token == two.decoded_token == ByteTokenizer().decode(token)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids and len(first.outputs[0].token_ids) == max_tokens
+
+
+def test_vllm_57610_an_edit_at_the_end_still_hits_with_a_sliding_window(tmp_path):
+    "With a window, a prompt that differs in its last tokens finds nothing in the cache."
+    folder = make_folder(tmp_path / "window", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=24)
+    cached, plain = (LLM(folder, **ARGS, enable_prefix_caching=caching) for caching in (True, False))
+    chat = [(13 * i) % 250 for i in range(100)]
+    for prompt, num_cached in ((chat, 0), (chat[:98] + [1, 2], 96), (chat[:90] + [3] * 10, 80), (chat + [4], 96)):
+        out, wanted = (llm.generate([prompt], greedy(), **quick)[0] for llm in (cached, plain))
+        assert (out.num_cached_tokens, out.outputs[0].token_ids) == (num_cached, wanted.outputs[0].token_ids)
+
+
+# 5. Bad input ----------------------------------------------------------------------------
+
+def test_vllm_54195_a_bad_word_past_the_logits_leaves_its_neighbours_alone(tmp_path):
+    "A token id that has no logit ends the step, or lands in the row of somebody else."
+    # The tokenizer has 261 tokens, the model 258 logits.
+    llm = LLM(make_folder(tmp_path / "narrow", vocab_size=258), **ARGS)
+    wanted = [out.outputs[0].token_ids for out in llm.generate(["one", "two"], greedy(), **quick)]
+    params = [greedy(bad_words=["<|user|>"]), greedy()]
+    assert [out.outputs[0].token_ids for out in llm.generate(["one", "two"], params, **quick)] == wanted
+    running = llm.stream("two", greedy())
+    next(running)
+    with pytest.raises(ValueError, match=r"bad_words_token_ids\[0\]\[1\] is 258, .* from 0 to 257"):
+        llm.generate("one", greedy(bad_words_token_ids=[[97, 258]]), **quick)
+    assert list(running)[-1].outputs[0].token_ids == wanted[1]
+
+
+# 6. Text, stop strings, ends -----------------------------------------------------------------
+
+@pytest.mark.parametrize("skip, text", [(True, "hello"), (False, "hello<|system|>")])
+@pytest.mark.parametrize("include", [True, False])
+def test_vllm_3672_a_special_stop_token_cuts_no_text_before_it(skip, text, include):
+    "The stop token is special and is not shown; the text loses as many characters as if it had been."
+    engine = toy_engine(says([*b"hello", SPECIAL, *b"never"]))
+    engine.add_request("r", "Q", SamplingParams(
+        max_tokens=9, stop_token_ids=[SPECIAL], skip_special_tokens=skip, include_stop_str_in_output=include))
+    answer = finish(engine)["r"].outputs[0]
+    assert (answer.text, answer.token_ids) == (text, [*b"hello", SPECIAL])
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", SPECIAL)
+
+
+@pytest.mark.parametrize("params, num_tokens, reason", [
+    ({}, 2, SPECIAL), (dict(ignore_eos=True), 8, None), (dict(ignore_eos=True, stop_token_ids=[259]), 4, 259),
+    (dict(stop_token_ids=[65]), 1, 65), (dict(min_tokens=5), 6, None)])
+def test_vllm_4589_ignore_eos_ignores_every_end_of_the_model_and_no_other(params, num_tokens, reason):
+    "The config lists several end tokens; with `ignore_eos`, all but the first still end the output."
+    engine = toy_engine(says([65, SPECIAL, 66, 259, 67, 257, 68, 69]), eos=(257, SPECIAL, 259))
+    engine.add_request("r", "Q", SamplingParams(max_tokens=8, **params))
+    answer = finish(engine)["r"].outputs[0]
+    assert (len(answer.token_ids), answer.stop_reason) == (num_tokens, reason)
+    assert answer.finish_reason == ("length" if num_tokens == 8 else "stop")
+
+
+# 8. Determinism ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_vllm_23138_equal_requests_side_by_side_give_equal_tokens(caching):
+    "The same prompt many times at temperature 0, and the answers differ. In float32 they may not."
+    prompt = random_prompt(random.Random(4), 33, 34)
+    engine, wanted = Engine(budget=24, caching=caching, num_blocks=96), alone(prompt, max_tokens=20)
+    for i in range(8):
+        engine.add(str(i), prompt, max_tokens=20)
+        if i % 3: engine.step()
+    assert engine.run() == {str(i): wanted for i in range(8)}
+    assert {len(order.num_scheduled_tokens) for order in engine.orders} >= {2, 5, 8}   # batches of many shapes
+    assert some_page_says("bfloat16", "temperature 0", "rounding")   # where it is not promised
+
+
+def test_vllm_7779_logprobs_under_load_are_those_of_a_request_alone(llm):
+    "The same prompt, again and again while others run: its logprobs move."
+    prompt, params = "is it always the same?", greedy(10, logprobs=3)
+    llm.reset_prefix_cache()
+    wanted = llm.generate(prompt, params, **quick)[0].outputs[0]
+    crowd = ["x" * n for n in (5, 70, 33, 1, 90)]
+    for _ in range(3):
+        out = llm.generate([*crowd[:3], prompt, *crowd[3:]], [*[greedy(7)] * 3, params, *[greedy(12)] * 2], **quick)[3].outputs[0]
+        assert out.token_ids == wanted.token_ids
+        for here, there in zip(out.logprobs, wanted.logprobs):
+            assert list(here) == list(there) and [p.rank for p in here.values()] == [p.rank for p in there.values()]
+            assert [p.logprob for p in here.values()] == pytest.approx([p.logprob for p in there.values()], abs=1e-4)
+        assert out.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-3)
