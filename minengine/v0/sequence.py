@@ -59,7 +59,7 @@ class SequenceData:
     "Tokens of one sequence, and how many of them are computed."
     __slots__ = ("_prompt_token_ids", "_output_token_ids", "_all_token_ids",
                  "_num_computed_tokens", "_num_cached_tokens", "_stage",
-                 "cumulative_logprob")
+                 "cumulative_logprob", "index")
 
     def __init__(self,
         prompt_token_ids: list[int],      # at least one
@@ -73,6 +73,7 @@ class SequenceData:
         self._num_cached_tokens = 0     # of these, found in the prefix cache
         self._stage = SequenceStage.PREFILL
         self.cumulative_logprob = 0.0   # of the output tokens
+        self.index = 0                  # which of the request's answers
 
     @property
     def prompt_token_ids(self) -> list[int]: return self._prompt_token_ids
