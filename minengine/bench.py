@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import platform
-import sys
 import time
 from datetime import date
 from importlib.metadata import PackageNotFoundError
