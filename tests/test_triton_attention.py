@@ -6,6 +6,8 @@ so each check is a process of its own, started with the switch it needs:
     TRITON_INTERPRET=1 python tests/test_triton_attention.py decode
     python tests/test_triton_attention.py decode --device cuda
     python tests/test_triton_attention.py compile --arch 90
+
+Add --full for the whole grid instead of every pair of its values.
 """
 import argparse
 import itertools
@@ -197,8 +199,8 @@ def run_addresses():
     import torch
     import triton
     import triton.language as tl
-    import minengine.attention.triton as kernels
-    globals().update(triton=triton, tl=tl, key_pointers=kernels._key_pointers)
+    from minengine.attention.triton_kernels import _key_pointers
+    globals().update(triton=triton, tl=tl, key_pointers=_key_pointers)
 
     @triton.jit
     def probe(cache, table, out, BLOCK: "tl.constexpr"):
