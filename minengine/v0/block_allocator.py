@@ -181,17 +181,24 @@ class NaiveBlockAllocator:
         "Let go of blocks whose contents move to another device."
         for block in blocks: self.free(block)
 
-    def swap_in(self, blocks: Sequence[Block], num_written: int):
+    def swap_in(self,
+        blocks: Sequence[Block], # from the other device, in order
+        num_written: int,        # leading ones whose KV is all there
+    ):
         "Take a physical block for each block that comes from elsewhere."
         for i, block in enumerate(blocks):
             block.allocator = self
-            # What was never written must not be shared as if it were.
-            if block.is_full and i < num_written: self._place_full(block)
+            if block.is_full and self._may_share(block, i < num_written):
+                self._place_full(block)
             else: block.block_id = self._allocate_block_id()
 
-    def mark_written(self, block_ids: Iterable[int]): pass  # caching only
+    # Only an allocator that shares by contents must know what is written.
+    def _may_share(self, block, is_written) -> bool: return True
+    def mark_written(self, block_ids: Iterable[int]): pass
+    def shares_written(self, block: Block) -> bool: return False
 
-    def get_num_full_blocks_touched(self, blocks: Sequence[Block]) -> int:
+    def get_num_full_blocks_touched(self, blocks: Sequence[Block],
+                                    num_written: int) -> int:
         "Free blocks that it takes to bring in the full ones among `blocks`."
         return sum(block.is_full for block in blocks)
 

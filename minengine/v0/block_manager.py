@@ -173,9 +173,12 @@ class SelfAttnBlockSpaceManager:
         "Say whether all running sequences can go on, in the worst case."
         num_touched = sum(self._num_touched(seq, num_lookahead_slots)
                           for seq in seq_group.get_seqs(SequenceStatus.RUNNING))
-        if self.max_block_sliding_window is not None:
-            num_touched += not self.block_allocator.has_null_block
-        return num_touched <= self.get_num_free_gpu_blocks()
+        return num_touched + self._needs_null_block <= self.get_num_free_gpu_blocks()
+
+    @property
+    def _needs_null_block(self) -> bool: # V0 forgot to count it
+        windowed = self.max_block_sliding_window is not None
+        return windowed and not self.block_allocator.has_null_block
 
     def _num_touched(self, seq, num_lookahead_slots):
         table = self.block_tables[seq.seq_id]
@@ -212,19 +215,22 @@ class SelfAttnBlockSpaceManager:
         return status is AllocStatus.OK
 
     def _can_swap(self, seq_group, device, status, num_lookahead_slots):
-        num_needed, blocks = 0, []
+        num_needed = 0
         for seq in seq_group.get_seqs(status):
             table = self.block_tables[seq.seq_id]
             num_not_full = sum(not b.is_full for b in table.blocks) - table.num_dropped
             num_needed += max(self._num_touched(seq, num_lookahead_slots), num_not_full)
-            blocks += table.blocks
-        num_needed += self.block_allocator.get_num_full_blocks_touched(blocks, device)
+            num_needed += self.block_allocator.get_num_full_blocks_touched(
+                table.blocks, device, self._num_written(seq))
         free = self.block_allocator.get_num_free_blocks(device)
         if device is Device.CPU:
             return room_for(num_needed, free, self.num_total_cpu_blocks, 0)
         # V0 left out the reserve when it said "never", and waited for ever.
-        return room_for(num_needed, free, self._num_usable_gpu_blocks,
-                        self.watermark_blocks)
+        return room_for(num_needed + self._needs_null_block, free,
+                        self._num_usable_gpu_blocks, self.watermark_blocks)
+
+    def _num_written(self, seq): # leading blocks whose KV is all there
+        return seq.get_num_computed_tokens() // self.block_size
 
     def swap_in(self, seq_group: SequenceGroup) -> list[tuple[int, int]]: # host, device
         "Bring a swapped group's blocks back; the worker copies them."
@@ -239,8 +245,7 @@ class SelfAttnBlockSpaceManager:
         for seq in seq_group.get_seqs(status):
             table = self.block_tables[seq.seq_id]
             pairs += self.block_allocator.swap(
-                table.blocks, source, target,
-                seq.get_num_computed_tokens() // self.block_size)
+                table.blocks, source, target, self._num_written(seq))
             table.update(table.blocks)
         return pairs
 

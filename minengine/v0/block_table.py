@@ -118,10 +118,12 @@ class BlockTable:
             self._block_ids.append(block.block_id)
 
     def fork(self) -> "BlockTable": # of the child
-        "Share all blocks with a new table."
+        "Share all blocks that hold tokens with a new table."
         child = BlockTable(self._block_size, self._allocator,
                            self._max_block_sliding_window)
-        child.update(self._allocator.fork(self._blocks))
+        # V0 shared slots ahead as well, where both would have written.
+        num_blocks = cdiv(self.num_full_slots, self._block_size)
+        child.update(self._allocator.fork(self._blocks[:num_blocks]))
         child.num_full_slots, child.num_dropped = self.num_full_slots, self.num_dropped
         return child
 

@@ -99,12 +99,14 @@ class CpuGpuBlockAllocator:
         num_written -= len(blocks) - len(real)
         src = [b.block_id for b in real]
         source.swap_out(real)
-        to_host = dst_device is Device.CPU
-        target.swap_in(real, num_written if to_host else len(real))
+        target.swap_in(real, num_written)
         dst = [b.block_id for b in real]
+        # Nothing unwritten may overwrite a block that others read.
+        pairs = [(source.get_physical_block_id(s), target.get_physical_block_id(d))
+                 for i, (block, s, d) in enumerate(zip(real, src, dst))
+                 if i < num_written or not target.shares_written(block)]
         target.mark_written(dst[:max(num_written, 0)])
-        return [(source.get_physical_block_id(s), target.get_physical_block_id(d))
-                for s, d in zip(src, dst)]
+        return pairs
 
     def get_num_free_blocks(self, device: Device) -> int:
         return self.allocators[device].get_num_free_blocks()
@@ -112,8 +114,9 @@ class CpuGpuBlockAllocator:
     def get_num_total_blocks(self, device: Device) -> int:
         return self.allocators[device].get_num_total_blocks()
 
-    def get_num_full_blocks_touched(self, blocks: Sequence[Block], device: Device) -> int:
-        return self.allocators[device].get_num_full_blocks_touched(blocks)
+    def get_num_full_blocks_touched(self, blocks: Sequence[Block], device: Device,
+                                    num_written: int) -> int:
+        return self.allocators[device].get_num_full_blocks_touched(blocks, num_written)
 
     def clear_copy_on_writes(self) -> list[tuple[int, int]]: # (source, target)
         return self._gpu.clear_copy_on_writes()   # nobody writes on the host
@@ -130,9 +133,11 @@ class CpuGpuBlockAllocator:
         return computed[0] if len(computed) == 1 else commonprefix(computed)
 
     def reset_prefix_cache(self, device: Device | None = None) -> bool:
-        "Forget what is cached; False if blocks are in use."
-        pools = self.allocators.values() if device is None else [self.allocators[device]]
-        return all([pool.reset_prefix_cache() for pool in pools])
+        "Forget what is cached, in one pool or both; False if blocks are in use."
+        # V0 counted the null block as in use, and refused for ever.
+        num_kept = {Device.GPU: int(self.has_null_block), Device.CPU: 0}
+        return all([pool.reset_prefix_cache(num_kept[d])
+                    for d, pool in self.allocators.items() if device in (None, d)])
 
     def check_invariants(self, tables: Iterable[Sequence[Block]]):
         "Raise `AssertionError` unless pools and tables tell one story."

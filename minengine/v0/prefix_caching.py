@@ -241,21 +241,40 @@ class PrefixCachingBlockAllocator(NaiveBlockAllocator):
         "Note that a step computes these blocks, or a copy fills them."
         self._unwritten.difference_update(block_ids)
 
+    def shares_written(self, block: PrefixCachingBlock) -> bool:
+        "Tell whether a block is one that others find, and its KV is there."
+        cached = self._cached_blocks.get(block.content_hash)
+        return cached == block.block_id and cached not in self._unwritten
+
     def written_prefix(self, block_ids: Sequence[int]) -> list[int]:
         "Cut before the first block whose KV no step has computed."
         return list(takewhile(lambda i: i not in self._unwritten, block_ids))
 
-    def get_num_full_blocks_touched(self, blocks: Sequence[Block]) -> int:
+    def _may_share(self, block, is_written) -> bool:
+        # Two that each computed a part of a block would spoil it for each other.
+        known = self._cached_blocks.get(block.content_hash)
+        return is_written or known not in self._unwritten or known in self.evictor
+
+    def get_num_full_blocks_touched(self, blocks: Sequence[Block],
+                                    num_written: int) -> int:
         "Free blocks that it takes to bring in the full ones among `blocks`."
-        known = [self._cached_blocks.get(b.content_hash) for b in blocks if b.is_full]
-        return sum(i is None or i in self.evictor for i in known)
+        num_touched = 0
+        for i, block in enumerate(blocks):
+            if not block.is_full: continue
+            known = self._cached_blocks.get(block.content_hash)
+            is_held = known is not None and known not in self.evictor
+            num_touched += not (is_held and self._may_share(block, i < num_written))
+        return num_touched
 
     def get_prefix_cache_hit_rate(self) -> float: # 0.0 before the first look-up
         return self._num_hits / self._num_queries if self._num_queries else 0.0
 
-    def reset_prefix_cache(self) -> bool: # False: refused, blocks are in use
+    def reset_prefix_cache(self,
+        num_kept: int = 0, # held blocks that hold nobody's tokens
+    ) -> bool:             # False: refused, other blocks are in use
         "Forget what all blocks hold, as new weights demand."
-        if self.get_num_free_blocks() < self.get_num_total_blocks(): return False
+        if self.get_num_free_blocks() + num_kept < self.get_num_total_blocks():
+            return False
         while self.evictor.num_blocks:
             self._free_block_ids.appendleft(self.evictor.evict()[0])
         self.evictor = LRUEvictor()
