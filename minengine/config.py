@@ -288,7 +288,7 @@ class EngineArgs:
     seed: int = 0
     max_model_len: int | None = None
     max_logprobs: int = 20
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: str | None = None  # V1: None is "raw_logprobs"
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False
     pack_cpu_weights: bool = True
@@ -314,7 +314,8 @@ class EngineArgs:
     num_lookahead_slots: int = 0
     num_scheduler_steps: int = 1
     multi_step_stream_outputs: bool = True
-    disable_async_output_proc: bool = False
+    use_async_output_proc: bool | None = None   # V0; None: on a GPU
+    disable_async_output_proc: bool = False     # vLLM's switch for the same
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0

@@ -301,23 +301,37 @@ def resolve_dtype(
     stored = str(getattr(hf_config, "dtype", None)).removeprefix("torch.")
     return stored if stored in ("bfloat16", "float16") else "bfloat16"
 
-# %% ../../nbs/14_checkpoint.ipynb #scheduler-limits
-_V0_ONLY = {  # option -> the values that V1 accepts
-    "enable_chunked_prefill": (None, True), "scheduling_policy": ("fcfs",),
-    "preemption_mode": (None, "recompute"), "scheduler_delay_factor": (0,),
-    "num_scheduler_steps": (1,), "num_lookahead_slots": (0,),
-    "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,),
-    "long_prefill_token_threshold": (0,),
+# %% ../../nbs/14_checkpoint.ipynb #other-engine
+_ONLY = {  # engine that has the option -> option -> what the other accepts
+    "v0": {
+        "enable_chunked_prefill": (None, True), "scheduling_policy": ("fcfs",),
+        "preemption_mode": (None, "recompute"), "scheduler_delay_factor": (0,),
+        "num_scheduler_steps": (1,), "num_lookahead_slots": (0,),
+        "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,),
+        "long_prefill_token_threshold": (0,), "swap_space": (4, 0),
+        "use_async_output_proc": (None, False)},
+    "v1": {"num_preallocate_tokens": (64, 0),
+           "logprobs_mode": (None, "processed_logprobs")},
 }
 
+def _refuse_other_engines(args: EngineArgs):
+    "Raise `ValueError` for an option that is the other engine's."
+    other = {"v0": "v1", "v1": "v0"}[args.engine]
+    for name, allowed in _ONLY[other].items():
+        value, words = getattr(args, name), " or ".join(map(repr, allowed))
+        if value not in allowed: raise ValueError(
+            f"{name}={value!r} is for {other.upper()}; "
+            f"{args.engine.upper()} allows {words}")
+    if args.use_async_output_proc and args.disable_async_output_proc:
+        raise ValueError("use_async_output_proc=True and "
+                         "disable_async_output_proc=True exclude each other")
+
+# %% ../../nbs/14_checkpoint.ipynb #scheduler-limits
 def _scheduler_limits(args: EngineArgs, model: ModelConfig, device: str) -> dict:
     "Chunking, and tokens and sequences a step, as far as the user left them open."
     tokens, chunked, gpu = args.max_num_batched_tokens, True, device == "cuda"
+    _refuse_other_engines(args)
     if args.engine == "v1":
-        for name, allowed in _V0_ONLY.items():
-            value, words = getattr(args, name), " or ".join(map(repr, allowed))
-            if value in allowed: continue
-            raise ValueError(f"{name}={value!r} is for V0; V1 allows {words}")
         if tokens is None: tokens = 8192 if gpu else 2048
     else:
         chunked = args.enable_chunked_prefill
@@ -347,11 +361,14 @@ def create_engine_config(
         **_copy(args, "block_size", "gpu_memory_utilization", "swap_space",
                 "num_gpu_blocks_override", "cpu_kv_cache_space",
                 "num_preallocate_tokens"))
-    eager = args.enforce_eager or args.disable_async_output_proc
+    use_async = args.use_async_output_proc
+    if use_async is None: use_async = (
+        args.engine == "v0" and device.device == "cuda"
+        and not (args.enforce_eager or args.disable_async_output_proc))
     scheduler = SchedulerConfig(
         max_model_len=model.max_model_len, policy=args.scheduling_policy,
         delay_factor=args.scheduler_delay_factor,
-        use_async_output_proc=device.device == "cuda" and not eager,
+        use_async_output_proc=use_async,
         **_scheduler_limits(args, model, device.device),
         **_copy(args, "num_lookahead_slots", "num_scheduler_steps",
                 "multi_step_stream_outputs", "preemption_mode",
@@ -375,10 +392,13 @@ def _model_config(args: EngineArgs, files: ModelFiles, device: str) -> ModelConf
     has_tokenizer = any((files.path / name).is_file() for name in TOKENIZER_FILES)
     own = str(files.path) if has_tokenizer else None
     defaults = _generation_defaults(files, hf_config, args.generation_config)
+    # V0's log-probabilities are those of the distribution it drew from.
+    mode = args.logprobs_mode or (
+        "raw_logprobs" if args.engine == "v1" else "processed_logprobs")
     return ModelConfig(
         str(files.path), hf_config, args.tokenizer or own, generation_config=defaults,
-        dtype=resolve_dtype(args.dtype, device, hf_config),
-        **_copy(args, "seed", "max_model_len", "max_logprobs", "logprobs_mode",
+        dtype=resolve_dtype(args.dtype, device, hf_config), logprobs_mode=mode,
+        **_copy(args, "seed", "max_model_len", "max_logprobs",
                 "enforce_eager", "skip_tokenizer_init", "pack_cpu_weights"))
 
 # %% ../../nbs/14_checkpoint.ipynb #dummy-weights
