@@ -184,6 +184,14 @@ def run_edges(device):
     found = triton_attention(sliced, cache, blind, 0.125)
     assert torch.equal(found, triton_attention(sliced, cache, step, 0.125))
     report("no host copies")
+    from minengine.attention.layer import Attention
+    from minengine.attention.metadata import set_forward_context
+    layer, rows = Attention(4, 64, 0.125, num_kv_heads=2, layer_index=0), []
+    key, value = torch.randn(2, 4, 128, device=device)
+    for backend in ("reference", "triton"):
+        with set_forward_context(step, [cache.clone()], backend): rows.append(layer(query.flatten(1), key, value))
+    assert (rows[0] - rows[1]).abs().max() < 2e-5
+    report("through the attention layer")
     bad = {"do not fit": (query[:, :3], cache, 1.0, None), "the cache torch.float32": (query.half(), cache, 1.0, None),
            "contiguous": (query, cache.transpose(0, 1).contiguous().transpose(0, 1), 1.0, None),
            "at least 1, got 0": (query, cache, 1.0, 0)}
