@@ -306,7 +306,7 @@ def test_full_grid_in_the_interpreter(batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [*BATCHES, "writes", "edges"])
 def test_on_the_gpu(batch):
-    run(batch, "--device", "cuda", *(["--full"] if batch in BATCHES else []), interpret=False)
+    run(batch, "--device", "cuda", interpret=False)
 
 
 def test_import_without_triton():
