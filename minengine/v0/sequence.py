@@ -182,6 +182,10 @@ class Sequence:
     def n_blocks(self) -> int: return cdiv(self.get_len(), self.block_size)
 
     @property
+    def num_returned_tokens(self) -> int: return self._returned.num_tokens
+    _num_returned_tokens = num_returned_tokens
+
+    @property
     def lora_int_id(self) -> int:
         return self.lora_request.lora_int_id if self.lora_request else 0
 
