@@ -902,7 +902,7 @@ def test_swapped_chunk_spoils_nobody():
     m.mark_blocks_as_computed(part, 4)                        # a first chunk
     part.update_num_computed_tokens(4)
     pairs = m.swap_out(part)
-    assert pairs == [(4, 0)]                                  # V0 would have copied the second, too
+    assert [target for _, target in pairs] == [0]             # V0 would have copied the second, too
     assert m.get_block_table(part.first_seq) == m.get_block_table(whole.first_seq) == [8, 9]
     m.check_invariants()
 

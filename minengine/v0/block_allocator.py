@@ -60,11 +60,11 @@ class Block:
                  "block_id", "extra_hash")
 
     def __init__(self,
-        allocator: "NaiveBlockAllocator", # whoever counts the physical block
+        allocator: "NaiveBlockAllocator", # who counts the physical block
         prev_block: "Block | None",       # left neighbour; None: the first
         token_ids: Sequence[int] = (),    # at most `block_size`
         block_id: int | None = None,      # physical block; None: none yet
-        extra_hash: tuple | None = None,  # what contents depend on as well
+        extra_hash: tuple | None = None,  # what else contents depend on
     ):
         self.allocator, self.prev_block = allocator, prev_block
         self.block_size = allocator.block_size
@@ -73,7 +73,8 @@ class Block:
         self._extend(token_ids)
 
     @property
-    def num_empty_slots(self) -> int: return self.block_size - len(self.token_ids)
+    def num_empty_slots(self) -> int:
+        return self.block_size - len(self.token_ids)
 
     @property
     def is_full(self) -> bool: return len(self.token_ids) == self.block_size
@@ -108,12 +109,13 @@ class NaiveBlockAllocator:
         ids = range(first_block_id, first_block_id + num_blocks)
         self.block_size, self.all_block_ids = block_size, ids
         self._free_block_ids = deque(ids)
-        self.refcounter, self._cow_tracker = RefCounter(ids), CopyOnWriteTracker()
+        self.refcounter = RefCounter(ids)
+        self._cow_tracker = CopyOnWriteTracker()
 
     def get_num_total_blocks(self) -> int: return len(self.all_block_ids)
     def get_num_free_blocks(self) -> int: return len(self._free_block_ids)
 
-    def get_physical_block_id(self, block_id: int) -> int: # row in the KV cache
+    def get_physical_block_id(self, block_id: int) -> int: # row in the cache
         # V0 sorts all ids of the pool for each block that it asks about.
         return block_id - self.all_block_ids.start
 
@@ -147,7 +149,7 @@ class NaiveBlockAllocator:
 
     # ---- giving back ----
     def free(self, block: Block):
-        "Let go of a block; the last holder puts it in front of the free list."
+        "Let go of a block; if it was the last holder, it is used next."
         block_id, block.block_id = block.block_id, None
         if not self.refcounter.decr(block_id):
             # V0: the block freed last is handed out first.
@@ -161,10 +163,13 @@ class NaiveBlockAllocator:
         forked = []
         for block in blocks:
             self.refcounter.incr(block.block_id)
-            forked.append(block.fork(forked[-1] if forked else block.prev_block))
+            prev = forked[-1] if forked else block.prev_block
+            forked.append(block.fork(prev))
         return forked
 
-    def cow_block_if_not_appendable(self, block: Block) -> int: # where to write
+    def cow_block_if_not_appendable(self,
+        block: Block, # about to be written to
+    ) -> int:         # the physical block to write to
         "Swap a shared physical block for a new one, and order the copy."
         source = block.block_id
         if self.refcounter.get(source) <= 1: return source
@@ -202,16 +207,16 @@ class NaiveBlockAllocator:
         "Free blocks that it takes to bring in the full ones among `blocks`."
         return sum(block.is_full for block in blocks)
 
-    def check_invariants(self, holders: Counter):
-        "Raise `AssertionError` unless free + used == total and counts are right."
-        free = list(self._free_block_ids)
+    def check_invariants(self,
+        holders: Counter, # of each block id, counted over all tables
+    ):
+        "Raise `AssertionError` unless free + used == total, each once."
+        free, counts = list(self._free_block_ids), self.refcounter._counts
         assert len(set(free)) == len(free), f"free twice: {sorted(free)}"
-        used = [i for i in self.all_block_ids if self.refcounter.get(i)]
-        assert not set(free) & set(used), f"{set(free) & set(used)}: free and used"
-        num_free, total = self.get_num_free_blocks(), self.get_num_total_blocks()
+        used = {i for i, count in counts.items() if count}
+        assert not used & set(free), f"free and used: {used & set(free)}"
+        num_free, total = self.get_num_free_blocks(), len(self.all_block_ids)
         assert num_free + len(used) == total, (
             f"{num_free} free + {len(used)} used != {total}")
-        for i in self.all_block_ids:
-            count = self.refcounter.get(i)
-            assert count == holders[i], (
-                f"block {i}: counted {count} times, held {holders[i]} times")
+        for i, count in counts.items(): assert count == holders[i], (
+            f"block {i}: counted {count} times, held {holders[i]} times")
