@@ -29,7 +29,7 @@ def num_held_back(
 
 # %% ../nbs/04b_output_text.ipynb #output-text
 class OutputText:
-    "The text of one answer: grown by tokens, cut at stop strings, shown in pieces."
+    "One answer's text: grown by tokens, cut at stop strings, shown in pieces."
 
     def __init__(self,
         detokenizer: IncrementalDetokenizer,

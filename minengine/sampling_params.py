@@ -125,8 +125,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     guided_decoding: Any = None       # not supported: the engines refuse it
     logit_bias: dict[int, float] | None = None  # added to single logits
     allowed_token_ids: list[int] | None = None  # nothing else may come
-    bad_words_token_ids: list[list[int]] | None = None  # by the processor
-    eos_token_ids: list[int] = []     # by the processor: the model's end tokens
+    bad_words_token_ids: list[list[int]] | None = None  # filled in by `inputs`
+    eos_token_ids: list[int] = []     # filled in by `inputs`: end tokens
 
     def __post_init__(self):
         if isinstance(self.stop, str): self.stop = [self.stop]

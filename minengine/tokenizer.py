@@ -50,17 +50,20 @@ def get_tokenizer(
     from transformers import AutoTokenizer  # takes seconds: not at the top
     try: return AutoTokenizer.from_pretrained(name, **kwargs)
     except Exception as error:
-        raise ValueError(f"no tokenizer in {name_or_folder!r}: {error}") from error
+        raise ValueError(
+            f"no tokenizer in {name_or_folder!r}: {error}") from error
 
 # %% ../nbs/04_tokenizer.ipynb #byte-tokenizer
 class ByteTokenizer:
     "A tokenizer with no files: a token is a byte, and a few specials follow."
     bos_token_id, eos_token_id, pad_token_id = 256, 257, None
     bos_token, eos_token = "<|bos|>", "<|eos|>"
-    special_tokens = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+    special_tokens = ("<|bos|>", "<|eos|>",
+                      "<|system|>", "<|user|>", "<|assistant|>")
     is_fast, name_or_path = False, "byte"
-    chat_template = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>"
-                     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eos|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
     @property
     def vocab_size(self) -> int: return 256 + len(self.special_tokens)
@@ -76,7 +79,9 @@ class ByteTokenizer:
         inside = 256 <= token_id < len(self)
         return self.special_tokens[token_id - 256].encode() if inside else b""
 
-    def encode(self, text: str, add_special_tokens: bool = True, **_) -> list[int]:
+    def encode(self,
+        text: str, add_special_tokens: bool = True, **_,
+    ) -> list[int]:
         names, ids = "|".join(map(re.escape, self.special_tokens)), []
         for part in re.split(f"({names})", text):
             if part in self.special_tokens:
@@ -95,8 +100,10 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def convert_ids_to_tokens(self, ids):
-        if not isinstance(ids, int): return [self.convert_ids_to_tokens(i) for i in ids]
-        return self.special_tokens[ids - 256] if ids >= 256 else f"<0x{ids:02X}>"
+        if not isinstance(ids, int):
+            return [self.convert_ids_to_tokens(i) for i in ids]
+        if ids < 256: return f"<0x{ids:02X}>"
+        return self.special_tokens[ids - 256]
 
     def apply_chat_template(self, messages, add_generation_prompt=False,
                             chat_template=None, tokenize=True, **_):
@@ -147,16 +154,18 @@ class _TokenTable:
     def token(self, token_id: int) -> str | None:
         "The vocabulary's entry, or None outside of it."
         if token_id not in self._tokens:
-            inside = 0 <= token_id < self.size
-            self._tokens[token_id] = \
-                self.tokenizer.convert_ids_to_tokens(token_id) if inside else None
+            token = None
+            if 0 <= token_id < self.size:
+                token = self.tokenizer.convert_ids_to_tokens(token_id)
+            self._tokens[token_id] = token
         return self._tokens[token_id]
 
     def bytes_of(self, token_id: int) -> bytes:
         "The token's bytes; for a byte-level vocabulary."
         if token_id not in self._bytes:
-            own, token = self.own_bytes, self.token(token_id)
-            self._bytes[token_id] = own(token_id) if own else _byte_level_bytes(token)
+            if self.own_bytes: found = self.own_bytes(token_id)
+            else: found = _byte_level_bytes(self.token(token_id))
+            self._bytes[token_id] = found
         return self._bytes[token_id]
 
     def fallback_byte(self, token_id: int) -> int | None:
@@ -189,7 +198,8 @@ class _ByteStream:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def start(self, prompt_tail: list[int]):
-        for token_id in prompt_tail: self.push(token_id)  # an open character stays
+        # An open character stays.
+        for token_id in prompt_tail: self.push(token_id)
 
     def push(self, token_id: int) -> str:
         return self.utf8.decode(self.table.bytes_of(token_id))
@@ -292,7 +302,7 @@ class _FallbackStream(_WindowStream):
 
 # %% ../nbs/04_tokenizer.ipynb #incremental-detokenizer
 class IncrementalDetokenizer:
-    "Turn one sequence's tokens into text piece by piece; the pieces join to `decode`."
+    "Turn a sequence's tokens into text piece by piece; they join to `decode`."
 
     def __init__(self,
         tokenizer: Any,                     # from `get_tokenizer`
@@ -310,7 +320,8 @@ class IncrementalDetokenizer:
         self._stream.start(self._prompt_tail(prompt_token_ids))
 
     def _shows(self, token_id: int) -> bool:
-        return token_id not in self._skipped and bool(self._table.token(token_id))
+        if token_id in self._skipped: return False
+        return bool(self._table.token(token_id))
 
     def _prompt_tail(self, prompt_token_ids) -> list[int]:
         tail = []
@@ -355,7 +366,8 @@ def decode_token(
     "Decode one token as it reads inside a text: its leading space is kept."
     table = _table_of(tokenizer)
     if not table.token(token_id): return ""
-    if table.byte_level: return table.bytes_of(token_id).decode(errors="replace")
+    if table.byte_level:
+        return table.bytes_of(token_id).decode(errors="replace")
     if token_id not in table.pieces:
         before = tokenizer.encode("a", add_special_tokens=False)[-1:]
         text = table.decode([*before, token_id])
@@ -384,13 +396,15 @@ def check_stop_strings(
 def _flatten(message: dict) -> dict:
     "Join a message's text parts; raises `ValueError` for other kinds of parts."
     if not isinstance(message, dict) or "role" not in message:
-        raise ValueError(f"a message must be a dict with a role, got {message!r}")
+        raise ValueError(
+            f"a message must be a dict with a role, got {message!r}")
     content = message.get("content")
     if not isinstance(content, list): return message
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
-            raise ValueError(f"message parts must be of type 'text', got {kind!r}")
+        is_dict = isinstance(part, dict)
+        kind = part.get("type") if is_dict else type(part).__name__
+        if kind != "text": raise ValueError(
+            f"message parts must be of type 'text', got {kind!r}")
     return {**message, "content": "\n".join(part["text"] for part in content)}
 
 # %% ../nbs/04_tokenizer.ipynb #apply-chat-template
@@ -404,12 +418,14 @@ def apply_chat_template(
     if not messages: raise ValueError("messages must not be empty, got []")
     own = getattr(tokenizer, "chat_template", None)
     if not (kwargs.get("chat_template") or own):
-        raise ValueError("the tokenizer has no chat template: pass chat_template=..., "
-                         "set tokenizer.chat_template, or send a plain prompt to generate")
+        raise ValueError(
+            "the tokenizer has no chat template: pass chat_template=..., set "
+            "tokenizer.chat_template, or send a plain prompt to generate")
     try:
         ids = tokenizer.apply_chat_template(
             [_flatten(m) for m in messages], tokenize=True, return_dict=False,
             add_generation_prompt=add_generation_prompt, **kwargs)
     except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
+        raise ValueError(
+            f"the chat template refuses these messages: {error}") from error
     return list(ids)
