@@ -88,7 +88,8 @@ def metadata_from_lists(
         num_tokens=starts[-1],
         query_start_loc=tensor(starts, dtype=int32, device=device),
         seq_lens=tensor(seq_lens, dtype=int32, device=device),
-        block_table=tensor(table, dtype=int32, device=device).view(num_seqs, width),
+        block_table=tensor(table, dtype=int32,
+                           device=device).view(num_seqs, width),
         slot_mapping=tensor(slots, dtype=int64, device=device),
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
@@ -124,10 +125,13 @@ def _check_lengths(metadata: AttentionMetadata, starts, seq_lens):
     lists = dict(max_query_len=query_lens, max_seq_len=seq_lens)
     for name, lens in lists.items():
         limit, longest = getattr(metadata, name), max(lens, default=0)
-        if longest > limit: raise ValueError(f"{name} {limit} is below {longest}")
+        if longest > limit:
+            raise ValueError(f"{name} {limit} is below {longest}")
 
 # %% ../../nbs/06_metadata.ipynb #check-blocks
-def _check_blocks(metadata: AttentionMetadata, seq_lens, num_blocks, block_size):
+def _check_blocks(
+    metadata: AttentionMetadata, seq_lens, num_blocks, block_size
+):
     "Every block a sequence reaches is in its table, and in the pool."
     width = metadata.block_table.shape[1]
     for i, tokens in enumerate(seq_lens):

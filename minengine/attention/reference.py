@@ -69,7 +69,8 @@ def reference_attention(
         slots = slot_mapping(metadata.block_table[i].tolist(), first, end,
                              block_size=kv_cache.shape[2])
         positions = torch.arange(end, device=query.device)
-        seen = visible(positions[num_computed:], positions[first:], sliding_window)
+        seen = visible(positions[num_computed:], positions[first:],
+                       sliding_window)
         out[rows] = dense_attention(query[rows], keys[slots], values[slots],
                                     seen, scale)
     return out
