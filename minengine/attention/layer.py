@@ -93,6 +93,7 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str: # for `print(model)`
         "The shape, and the window if there is one."
-        window = f", window {self.sliding_window}" if self.sliding_window else ""
+        window = ""
+        if self.sliding_window: window = f", window {self.sliding_window}"
         return (f"layer {self.layer_index}, {self.num_heads} heads on "
                 f"{self.num_kv_heads}, head_dim {self.head_dim}{window}")
