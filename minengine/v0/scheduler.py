@@ -254,6 +254,8 @@ class SchedulerParts(SequenceQueues):
             tokens, _ = self._num_new_tokens(
                 group, SequenceStatus.RUNNING, enable_chunking, budget, partial_prefills)
             if not tokens: break   # no budget; the rest keeps its place
+            # minengine: several sequences are not cut, so they may not fit.
+            if enable_chunking and tokens > budget.remaining_token_budget(): break
             self.running.popleft()
             if self._window_is_full(group):
                 self._async_stopped.append(group)
@@ -284,10 +286,17 @@ class SchedulerParts(SequenceQueues):
         if curr_loras: curr_loras.discard(group.lora_int_id)
         while not self._can_append_slots(group, enable_chunking):
             victim = self.running.pop() if self.running else group
+            if victim is group and self._holds_all_blocks(group, out): break
             self._take_blocks_from(victim, out)
             if victim is group: return False
         budget.add_num_seqs(group.request_id, seats)
         return True
+
+    def _holds_all_blocks(self, group, out) -> bool:
+        # minengine: the slots of a prompt's next chunk are there already. Alone
+        # in a full pool, 0.7.3 started over and over, up to this same point.
+        return (group.is_prefill() and not self.block_manager.get_num_free_gpu_blocks()
+                and not out.prefill_seq_groups and not out.decode_seq_groups)
 
     def _take_blocks_from(self, victim, out):
         "Preempt a group, or free it if it turns out to have ended."
@@ -299,15 +308,6 @@ class SchedulerParts(SequenceQueues):
         elif mode is PreemptionMode.RECOMPUTE: out.preempted.append(victim)
 
     # ---- back from the host ----
-    def _can_swap_in(self, group) -> AllocStatus:
-        slots = self._get_num_lookahead_slots(group.is_prefill(), False)
-        status = self.block_manager.can_swap_in(group, slots)
-        free = self.block_manager.get_num_free_gpu_blocks()
-        # minengine: an empty pool gets no emptier. 0.7.3 waited for ever.
-        if status is AllocStatus.LATER and free == self.cache_config.num_gpu_blocks:
-            return AllocStatus.NEVER
-        return status
-
     def _num_swapped_tokens(self, group, budget) -> tuple[int, int]:
         # V0: what is left of a prompt comes back in one piece or not at all.
         tokens, cached = self._num_new_tokens(group, SequenceStatus.SWAPPED, False, budget)
@@ -320,7 +320,9 @@ class SchedulerParts(SequenceQueues):
         out, leftover = SchedulerSwappedInOutputs(), []
         while self.swapped:
             group = self.swapped[0]
-            status, is_prefill = self._can_swap_in(group), group.is_prefill()
+            is_prefill = group.is_prefill()
+            status = self.block_manager.can_swap_in(
+                group, self._get_num_lookahead_slots(is_prefill, False))
             if status is AllocStatus.LATER: break
             if status is AllocStatus.NEVER:
                 self._give_up(self.swapped.popleft(), "too few KV cache blocks to go on")
