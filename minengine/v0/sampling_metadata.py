@@ -89,6 +89,8 @@ def seeded_generators(
         # V0: also after a preemption, so seeded outputs change with it.
         for i in answers: own[i] = torch.Generator(device).manual_seed(
             child_seed(params.seed, i))
+    if not own.keys() >= set(answers): raise ValueError(
+        f"request {told.request_id} decodes, but its prompt was never seen")
     return [own[i] for i in answers]
 
 # %% ../../nbs/24_v0_sampling_metadata.ipynb #takes-prompt
