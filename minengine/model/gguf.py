@@ -78,18 +78,21 @@ def llama3_rope(
     exponents = torch.arange(len(stored), dtype=torch.float64) / len(stored)
     turns = original / (2 * torch.pi * theta ** exponents)  # in the old context
     smooth = ((turns - low) / (high - low)).clamp(0, 1)     # 1: left alone
-    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), stored, rtol=1e-3):
-        raise ValueError("rope_freqs.weight: not llama3's usual factors, unsupported")
-    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": low,
-            "high_freq_factor": high, "original_max_position_embeddings": original}
+    found = 1 / ((1 - smooth) / factor + smooth)
+    if not torch.allclose(found, stored, rtol=1e-3): raise ValueError(
+        "rope_freqs.weight: not llama3's usual factors, unsupported")
+    return {"rope_type": "llama3", "factor": factor,
+            "low_freq_factor": low, "high_freq_factor": high,
+            "original_max_position_embeddings": original}
 
 # %% ../../nbs/13b_gguf.ipynb #gguf-rope
 def _gguf_rope(get, tensors: dict) -> dict:
     "What a GGUF file says of rope, in transformers' words."
-    rope = {"rope_type": "default", "rope_theta": get("rope.freq_base", 10000.0)}
+    theta = get("rope.freq_base", 10000.0)
+    rope = {"rope_type": "default", "rope_theta": theta}
     if "rope_freqs.weight" in tensors:
         divisors = tensors["rope_freqs.weight"].data.tolist()
-        return rope | llama3_rope(divisors, rope["rope_theta"])
+        return rope | llama3_rope(divisors, theta)
     kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
     if kind == "none" or not factor: return rope
     check_choice("rope.scaling.type", kind, ("none", "linear", "yarn"))
@@ -122,7 +125,8 @@ def gguf_config(
         "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.7g}"),
         "rope_parameters": _gguf_rope(get, tensors),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "tie_word_embeddings": "output.weight" not in tensors, "dtype": "float32",
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "dtype": "float32",
     }
 
 # %% ../../nbs/13b_gguf.ipynb #open-gguf
@@ -133,11 +137,13 @@ def open_gguf(
     from gguf import GGUFReader
     try:
         reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()
+        metadata = {name: field.contents()
+                    for name, field in reader.fields.items()
                     if len(field.data) == 1}
         return metadata, {tensor.name: tensor for tensor in reader.tensors}
     except Exception as error:
-        raise ValueError(f"{path}: not a complete GGUF file: {error}") from error
+        raise ValueError(
+            f"{path}: not a complete GGUF file: {error}") from error
 
 # %% ../../nbs/13b_gguf.ipynb #gguf-weights
 def gguf_weights(
@@ -167,13 +173,14 @@ def write_gguf_checkpoint(
     folder: Path,          # an empty folder
     use_tqdm: bool = True, # show progress
 ):
-    "Turn a GGUF file into a checkpoint folder; raises `ValueError` naming the file."
+    "Turn a GGUF file into a checkpoint folder; `ValueError` names the file."
     metadata, tensors = open_gguf(path)
     try:
         config = gguf_config(metadata, tensors)
         save_shards(gguf_weights(tensors, config, use_tqdm), folder)
     except ValueError as error: raise ValueError(f"{path}: {error}") from error
     get_tokenizer(str(path)).save_pretrained(folder)
-    for name, content in (("generation_config.json", gguf_special_ids(metadata)),
-                          ("config.json", config)):
-        (folder / name).write_text(json.dumps(content, indent=1))
+    for name, content in (
+        ("generation_config.json", gguf_special_ids(metadata)),
+        ("config.json", config),
+    ): (folder / name).write_text(json.dumps(content, indent=1))

@@ -27,7 +27,8 @@ def read_json(
     try: content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict): raise ValueError(f"{path}: not a JSON object")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
     return content
 
 # %% ../../nbs/13a_weight_files.ipynb #files-of-index
@@ -49,20 +50,23 @@ def _files_of_index(index: Path) -> list[Path]:
 # %% ../../nbs/13a_weight_files.ipynb #numbered-shards
 def _numbered_shards(folder: Path, names: list[str]) -> list[Path] | None:
     "Files named `x-00001-of-00002.safetensors`; None if they are not named so."
-    shards = [re.fullmatch(r"(.+-)(\d+)(-of-(\d+)\.safetensors)", n) for n in names]
+    pattern = r"(.+-)(\d+)(-of-(\d+)\.safetensors)"
+    shards = [re.fullmatch(pattern, name) for name in names]
     if not all(shards) or len({(m[1], m[3]) for m in shards}) != 1: return None
     stem, first, rest, total = shards[0].groups()
     wanted = [f"{stem}{i + 1:0{len(first)}d}{rest}" for i in range(int(total))]
     for name in wanted:
-        if name not in names: raise ValueError(f"{folder}: shard {name} is missing")
+        if name not in names:
+            raise ValueError(f"{folder}: shard {name} is missing")
     return [folder / name for name in wanted]
 
 # %% ../../nbs/13a_weight_files.ipynb #find-weight-files
 def find_weight_files(
     folder: Path, # a checkpoint's folder
 ) -> list[Path]:  # the safetensors files to read, in order
-    "Choose the files that make up a model; raises `ValueError` naming what is missing."
-    if (folder / INDEX_NAME).is_file(): return _files_of_index(folder / INDEX_NAME)
+    "Choose the files that make up a model; `ValueError` names what is missing."
+    index = folder / INDEX_NAME
+    if index.is_file(): return _files_of_index(index)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if "model.safetensors" in names: return [folder / "model.safetensors"]
     if not names: raise ValueError(_no_weights(folder))
@@ -74,14 +78,15 @@ def find_weight_files(
 def _no_weights(folder: Path) -> str:
     "What was looked for, and what may have been meant."
     words = f"looked for *.safetensors, {INDEX_NAME} and one *.gguf"
-    pickles = sorted(p.name for p in [*folder.glob("*.bin"), *folder.glob("*.pt*")])
-    if pickles: words += f"; {pickles[0]} is a pickle, save the model as safetensors"
+    pickles = [*folder.glob("*.bin"), *folder.glob("*.pt*")]
+    if pickles: words += (f"; {min(p.name for p in pickles)} is a pickle, "
+                          "save the model as safetensors")
     return f"{folder}: no weights ({words})"
 
 # %% ../../nbs/13a_weight_files.ipynb #opened
 @contextmanager
 def _opened(path: Path):
-    "An open safetensors file; what is wrong with it becomes a `ValueError` naming it."
+    "An open safetensors file; a `ValueError` naming it if it is broken."
     try:
         with safe_open(path, framework="pt", device="cpu") as file: yield file
     except (SafetensorError, OSError) as error:
@@ -97,7 +102,8 @@ def weight_locations(
         with _opened(path) as file: names = list(file.keys())
         for name in names:
             if name in locations:
-                raise ValueError(f"{path}: {name} is also in {locations[name].name}")
+                raise ValueError(
+                    f"{path}: {name} is also in {locations[name].name}")
             locations[name] = path
     index = folder / INDEX_NAME
     promised = read_json(index)["weight_map"] if index.is_file() else {}
@@ -114,8 +120,10 @@ def iterate_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]: # (name, tensor on CPU)
     "Yield every tensor of a checkpoint, one at a time, file by file."
     by_file: dict[Path, list[str]] = {}
-    for name, path in locations.items(): by_file.setdefault(path, []).append(name)
-    bar = tqdm(total=len(locations), desc="Loading weights", disable=not use_tqdm)
+    for name, path in locations.items():
+        by_file.setdefault(path, []).append(name)
+    bar = tqdm(total=len(locations), desc="Loading weights",
+               disable=not use_tqdm)
     with bar:
         for path, names in by_file.items():
             with _opened(path) as file:
@@ -149,5 +157,6 @@ def save_shards(
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 def _save_part(tensors: dict, folder: Path, number: int) -> list[str]:
-    save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+    path = folder / f"part-{number}.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
     return list(tensors)
