@@ -931,6 +931,24 @@ def test_two_half_computed_blocks_stay_two():
     assert m.get_num_free_gpu_blocks() == 4
 
 
+@pytest.mark.parametrize("length", [4, 8])
+def test_prompt_that_fills_its_last_block(length):
+    "Field nano-vllm#66: naming a full block twice is naming it once, also after a preemption at that length."
+    m = manager(gpu=8, enable_caching=True)
+    group = admitted(m, length)
+    seq = group.first_seq
+    sample(seq, 7)
+    assert m.append_slots(seq, 0) == [] and len(m.get_block_table(seq)) == length // 4 + 1
+    m.free(seq)                                               # preempted
+    seq.reset_state_for_recompute()
+    seq.status = SequenceStatus.WAITING
+    assert m.get_num_cached_tokens(seq) == length and m.can_allocate(group) is AllocStatus.OK
+    m.allocate(group)
+    run(group)
+    assert len(m.get_written_block_ids(m.get_common_computed_block_ids([seq]))) == length // 4
+    m.check_invariants()
+
+
 # ---- manager: sliding window -------------------------------------------
 
 @pytest.mark.parametrize("block_size", [8])
