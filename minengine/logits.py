@@ -28,7 +28,8 @@ def _check_ids(what: str, lowest: int, highest: int, vocab_size: int):
     "Raise `IndexError` naming the id: torch would wrap -1 to the last column."
     for i in (lowest, highest):
         if not 0 <= i < vocab_size:
-            raise IndexError(f"{what}: token id {i} is outside [0, {vocab_size})")
+            raise IndexError(
+                f"{what}: token id {i} is outside [0, {vocab_size})")
 
 def pad_token_ids(
     token_ids: list[list[int]],  # ids of each row, of any lengths
@@ -50,8 +51,8 @@ def _as_padded(token_ids: Tensor | list[list[int]], logits: Tensor) -> Tensor:
     "Ids as a padded int64 tensor beside `logits`; None: no ids at all."
     rows, vocab_size = logits.shape
     if token_ids is None: token_ids = [[]] * rows
-    if len(token_ids) != rows:
-        raise ValueError(f"{len(token_ids)} rows of token ids, {rows} of logits")
+    if len(token_ids) != rows: raise ValueError(
+        f"{len(token_ids)} rows of token ids, {rows} of logits")
     if not isinstance(token_ids, Tensor):
         return pad_token_ids(token_ids, vocab_size, logits.device)
     # On a GPU the look at the ids would make the host wait for the device.
@@ -309,7 +310,8 @@ def apply_top_k_top_p(
     "Cut by top-k, then by top-p of what is left."
     if top_k is None and top_p is None: return logits
     # A GPU sorts faster than it can ask the host what to leave out.
-    if logits.device.type != "cpu": return sort_top_k_top_p(logits, top_k, top_p)
+    if logits.device.type != "cpu":
+        return sort_top_k_top_p(logits, top_k, top_p)
     if top_k is not None: apply_top_k(logits, top_k)
     if top_p is not None: apply_top_p(logits, top_p)
     return logits
@@ -447,7 +449,8 @@ class SamplingMetadata:
     min_tokens: dict[int, tuple[int, set[int]]] = field(default_factory=dict)
     logit_bias: list[dict[int, float] | None] = field(default_factory=list)
     allowed_token_ids_mask: Tensor | None = None  # True: forbidden
-    bad_words_token_ids: dict[int, list[list[int]]] = field(default_factory=dict)
+    bad_words_token_ids: dict[int, list[list[int]]] = field(
+        default_factory=dict)
     _random: tuple | None = field(
         default=None, init=False, repr=False, compare=False)
 
