@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,15 +100,16 @@ def make_attention_metadata(
     for s in sequences: starts.append(starts[-1] + len(s.token_ids))
     seq_lens = [s.seq_len for s in sequences]
     width = max(len(s.block_table) for s in sequences)
-    tables = [s.block_table + [0] * (width - len(s.block_table))
-              for s in sequences]
+    tables = np.zeros((len(sequences), width), np.int32)
+    for row, s in zip(tables, sequences):
+        row[:len(s.block_table)] = s.block_table
     slots = [slot for s in sequences for slot in s.slots]
     def tensor(values, dtype=torch.int32):
         return torch.tensor(values, dtype=dtype, device=device)
     return AttentionMetadata(
         num_tokens=starts[-1], query_start_loc=tensor(starts),
         seq_lens=tensor(seq_lens),
-        block_table=tensor(tables).view(len(sequences), width),
+        block_table=torch.from_numpy(tables).to(device),
         slot_mapping=tensor(slots, torch.int64),
         max_query_len=max(len(s.token_ids) for s in sequences),
         max_seq_len=max(seq_lens),
