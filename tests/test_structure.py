@@ -3,6 +3,7 @@
 Each check names the page or module it is about.
 """
 import ast
+import builtins
 import json
 import re
 import subprocess
@@ -149,6 +150,36 @@ def test_imports_stand_alone(page):
         if cell["cell_type"] != "code" or re.search(r"^#\|\s*export", text, re.M): continue
         if re.search(r"^(?:from|import) ", text, re.M):
             assert cell["id"].startswith("imports"), f"{cell['id']}: move the imports to the imports cell"
+
+
+def quoted_names(node) -> set[str]:
+    "Names inside the quoted annotations of a function, or of a class's constructor."
+    if isinstance(node, ast.ClassDef):
+        return set().union(*(quoted_names(n) for n in node.body
+                             if isinstance(n, ast.FunctionDef) and n.name == "__init__"))
+    if not isinstance(node, ast.FunctionDef): return set()
+    args = node.args
+    notes = [a.annotation for a in args.args + args.kwonlyargs + args.posonlyargs] + [node.returns]
+    texts = [n.value for note in notes if note for n in ast.walk(note)
+             if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return {n.id for text in texts for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Name)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_annotations_resolve_where_they_stand(page):
+    "The site describes a function as soon as its cell has run: later names are unknown then."
+    known = set(dir(builtins))
+    for cell in cells(page):
+        text = source(cell)
+        if cell["cell_type"] != "code" or not re.search(r"^#\|\s*exports?\b", text, re.M): continue
+        body = ast.parse(text).body
+        for node in body:
+            known |= {getattr(node, "name", "")} | {a.asname or a.name for a in getattr(node, "names", ())}
+            known |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for node in body:
+            if getattr(node, "name", "_").startswith("_"): continue
+            unknown = quoted_names(node) - known
+            assert not unknown, f"{cell['id']}: {node.name} is annotated with {unknown}, defined later"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)

@@ -60,7 +60,7 @@ class Block:
                  "block_id", "extra_hash")
 
     def __init__(self,
-        allocator: "NaiveBlockAllocator", # who counts the physical block
+        allocator: Any,              # who counts the physical block
         prev_block: "Block | None",       # left neighbour; None: the first
         token_ids: Sequence[int] = (),    # at most `block_size`
         block_id: int | None = None,      # physical block; None: none yet
