@@ -42,7 +42,8 @@ class EngineCore:
         limit = fit_max_model_len(num_blocks, cache.block_size,
                                   model.max_model_len, model.fit_max_model_len)
         if limit < model.max_model_len: logging.getLogger(__name__).warning(
-            "max_model_len lowered from %d to %d: so many tokens fit in %d blocks",
+            "max_model_len lowered from %d to %d: "
+            "so many tokens fit in %d blocks",
             model.max_model_len, limit, num_blocks)
         # One limit, read by scheduler, worker and front end alike.
         model.max_model_len = config.scheduler_config.max_model_len = limit
