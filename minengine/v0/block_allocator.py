@@ -10,6 +10,7 @@ from collections import Counter
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence
+from typing import Any
 
 # %% ../../nbs/21_v0_block_allocator.ipynb #no-free-blocks
 class NoFreeBlocksError(ValueError):
@@ -60,7 +61,7 @@ class Block:
                  "block_id", "extra_hash")
 
     def __init__(self,
-        allocator: Any,              # who counts the physical block
+        allocator: Any,                   # who counts the physical block
         prev_block: "Block | None",       # left neighbour; None: the first
         token_ids: Sequence[int] = (),    # at most `block_size`
         block_id: int | None = None,      # physical block; None: none yet
