@@ -89,7 +89,8 @@ class IterationStats:
         if is_first and (num_new or state.finished):
             self.num_prompt_tokens += state.num_prompt_tokens
         if is_first and num_new:
-            self.time_to_first_token_s.append(time.time() - metrics.arrival_time)
+            wait = time.time() - metrics.arrival_time
+            self.time_to_first_token_s.append(wait)
         elif num_new:
             gap = metrics.last_token_time - last_token_time
             self.time_per_output_token_s.append(gap / num_new)
