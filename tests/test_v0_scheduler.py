@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from v0_fake_worker import V0Engine
-from v0_scheduling import add, append, chunks, finish_step, fork, make_budget, make_group, make_scheduler, names, schedule, step, tables
+from v0_scheduling import add, append, chunks, finish_step, fork, make_plan, make_group, make_scheduler, names, schedule, step, tables
 
 from minengine.v0.block_manager import AllocStatus
 from minengine.v0.queues import PreemptionMode, choose_preemption_mode
@@ -179,8 +179,8 @@ def test_the_clock_of_the_delay_runs_inside_a_step(monkeypatch):
 def test_a_prompt_that_is_too_long_is_ignored(chunked):
     scheduler = make_scheduler(budget=100, max_model_len=30, num_gpu=64, chunked=chunked)
     group = add(scheduler, make_group("long", 60))
-    budget = make_budget(100)
-    out = scheduler._schedule_prefills(budget, None, chunked)
+    plan = make_plan(100, enable_chunking=chunked)
+    out, budget = scheduler._schedule_prefills(plan), plan.budget
     assert names(out.ignored_seq_groups) == ["long"] and not out.seq_groups
     assert (budget.num_batched_tokens, budget.num_curr_seqs, len(scheduler.waiting)) == (0, 0, 0)
     assert group.first_seq.status == S.FINISHED_IGNORED
@@ -193,9 +193,9 @@ def test_a_prompt_that_is_too_long_is_ignored(chunked):
 def test_prefill_token_budget(tokens, used, num, scheduled, batched, waiting):
     scheduler = make_scheduler(budget=100, num_gpu=160)
     add_all(scheduler, num, 60)
-    budget = make_budget(tokens)
-    budget.add_num_batched_tokens("used before", used)
-    out = scheduler._schedule_prefills(budget)
+    plan = make_plan(tokens)
+    plan.budget.add_num_batched_tokens("used before", used)
+    out, budget = scheduler._schedule_prefills(plan), plan.budget
     assert (len(out.seq_groups), budget.num_batched_tokens, len(scheduler.waiting)) == (scheduled, batched, waiting)
 
 
@@ -203,9 +203,9 @@ def test_prefill_token_budget(tokens, used, num, scheduled, batched, waiting):
 def test_prefill_max_seqs(used, scheduled):
     scheduler = make_scheduler(num_gpu=64)
     add_all(scheduler, 3, 4)
-    budget = make_budget(seqs=2)
-    if used: budget.add_num_seqs("used before", used)
-    out = scheduler._schedule_prefills(budget)
+    plan = make_plan(seqs=2)
+    if used: plan.budget.add_num_seqs("used before", used)
+    out, budget = scheduler._schedule_prefills(plan), plan.budget
     assert len(out.seq_groups) == scheduled and len(scheduler.waiting) == 3 - scheduled
     assert budget.num_curr_seqs == 2
 
@@ -214,8 +214,7 @@ def test_prefill_with_adapters():
     scheduler = make_scheduler(num_gpu=64, lora_config=SimpleNamespace(max_loras=1))
     adapters = [SimpleNamespace(lora_int_id=i) for i in (1, 2)]
     add(scheduler, *[make_group(f"a{a.lora_int_id}", 4, lora=a) for a in adapters], make_group("plain", 4))
-    loras = set()
-    out = scheduler._schedule_prefills(make_budget(), loras)
+    out = scheduler._schedule_prefills(make_plan(loras=(loras := set()), max_loras=1))
     assert names(s.seq_group for s in out.seq_groups) == ["a1", "plain"] and loras == {1}
     assert names(scheduler.waiting) == ["a2"]
 
@@ -234,10 +233,10 @@ def test_prefill_can_allocate(monkeypatch):
     scheduler = make_scheduler(num_gpu=64)
     group = add(scheduler, make_group("1", 4))
     answer(scheduler, monkeypatch, "can_allocate", AllocStatus.LATER)
-    out = scheduler._schedule_prefills(make_budget())
+    out = scheduler._schedule_prefills(make_plan())
     assert not out.seq_groups and not out.ignored_seq_groups and len(scheduler.waiting) == 1
     answer(scheduler, monkeypatch, "can_allocate", AllocStatus.NEVER)
-    out = scheduler._schedule_prefills(make_budget())
+    out = scheduler._schedule_prefills(make_plan())
     assert names(out.ignored_seq_groups) == ["1"] and not scheduler.waiting and group.is_finished()
 
 
@@ -254,11 +253,10 @@ def test_decodes_preempt_from_the_tail(monkeypatch):
     scheduler = make_scheduler(num_gpu=64)
     run_prompts(scheduler, 3, 4)
     cannot_append(scheduler, monkeypatch, "1")
-    budget = make_budget()
-    out = scheduler._schedule_running(budget)
+    out = scheduler._schedule_running(plan := make_plan())
     assert names(s.seq_group for s in out.decode_seq_groups) == ["0"] and not out.prefill_seq_groups
     assert names(out.preempted) == ["2", "1"] and not out.swapped_out and out.num_preempted == 2
-    assert not (out.blocks_to_swap_out or out.blocks_to_copy) and budget.num_batched_tokens == 1
+    assert not (out.blocks_to_swap_out or out.blocks_to_copy) and plan.budget.num_batched_tokens == 1
 
 
 def test_the_preempted_come_back_in_their_old_order(monkeypatch):
@@ -284,7 +282,7 @@ def test_several_sequences_are_swapped(monkeypatch):
     groups = run_pairs(scheduler, 3)
     cannot_append(scheduler, monkeypatch, "2")
     monkeypatch.setattr(scheduler.block_manager, "swap_out", lambda group: [(5, 7)])
-    out = scheduler._schedule_running(make_budget())
+    out = scheduler._schedule_running(make_plan())
     assert names(s.seq_group for s in out.decode_seq_groups) == ["0", "1"]
     assert not out.preempted and out.swapped_out == [groups[2]] and out.blocks_to_swap_out == [(5, 7)]
     assert [seq.status for seq in groups[2].seqs] == [S.SWAPPED] * 2
@@ -294,13 +292,13 @@ def test_decode_copies(monkeypatch):
     scheduler = make_scheduler(num_gpu=64)
     run_prompts(scheduler, 1, 60)
     monkeypatch.setattr(scheduler.block_manager, "append_slots", lambda *args: [(2, 3)])
-    assert scheduler._schedule_running(make_budget()).blocks_to_copy == [(2, 3)]
+    assert scheduler._schedule_running(make_plan()).blocks_to_copy == [(2, 3)]
 
 
 def swap_out(scheduler, group):
     scheduler.running.remove(group)
     pairs = []
-    scheduler._swap_out(group, group.get_seqs(S.RUNNING), pairs)
+    scheduler._swap_out(group, pairs)
     scheduler.swapped.append(group)
     return pairs
 
@@ -310,8 +308,8 @@ def test_swapped_come_back(monkeypatch):
     group, = run_pairs(scheduler, 1)
     out = swap_out(scheduler, group)
     assert len(out) == 30, "sharing is lost on the way"
-    budget = make_budget()
-    back = scheduler._schedule_swapped(budget)
+    plan = make_plan()
+    back, budget = scheduler._schedule_swapped(plan), plan.budget
     assert names(s.seq_group for s in back.decode_seq_groups) == ["0"] and not back.prefill_seq_groups
     assert len(back.blocks_to_swap_in) == 30 and not scheduler.swapped
     assert (budget.num_curr_seqs, budget.num_batched_tokens) == (2, 2), "a token for each sequence (vllm#4451)"
@@ -322,8 +320,8 @@ def test_swapped_wait_for_room(monkeypatch):
     groups = run_pairs(scheduler, 3)
     for group in groups[:2]: swap_out(scheduler, group)
     answer(scheduler, monkeypatch, "can_swap_in", AllocStatus.LATER)
-    budget = make_budget()
-    out = scheduler._schedule_swapped(budget)
+    plan = make_plan()
+    out, budget = scheduler._schedule_swapped(plan), plan.budget
     assert len(scheduler.swapped) == 2 and not out.decode_seq_groups and not out.blocks_to_swap_in
     assert (budget.num_curr_seqs, budget.num_batched_tokens) == (0, 0)
 
@@ -331,7 +329,7 @@ def test_swapped_wait_for_room(monkeypatch):
 def test_swapped_wait_for_budget():
     scheduler = make_scheduler(budget=500, num_gpu=99, num_cpu=99)
     for group in run_pairs(scheduler, 2): swap_out(scheduler, group)
-    out = scheduler._schedule_swapped(make_budget(seqs=3))
+    out = scheduler._schedule_swapped(make_plan(seqs=3))
     assert names(s.seq_group for s in out.decode_seq_groups) == ["0"] and names(scheduler.swapped) == ["1"]
 
 
@@ -340,8 +338,8 @@ def test_infeasible_swapped(monkeypatch):
     group, = run_pairs(scheduler, 1)
     swap_out(scheduler, group)
     answer(scheduler, monkeypatch, "can_swap_in", AllocStatus.NEVER)
-    budget = make_budget()
-    out = scheduler._schedule_swapped(budget)
+    plan = make_plan()
+    out, budget = scheduler._schedule_swapped(plan), plan.budget
     assert out.infeasible_seq_groups == [group] and not scheduler.swapped and not out.decode_seq_groups
     assert (budget.num_curr_seqs, budget.num_batched_tokens) == (0, 0)
     # minengine: 0.7.3 lost its blocks on the host.
@@ -354,7 +352,7 @@ def test_swapped_copies(monkeypatch):
     group, = run_pairs(scheduler, 1)
     swap_out(scheduler, group)
     monkeypatch.setattr(scheduler.block_manager, "append_slots", lambda seq, n: [(2, 3)] if seq is group.first_seq else [])
-    assert scheduler._schedule_swapped(make_budget()).blocks_to_copy == [(2, 3)]
+    assert scheduler._schedule_swapped(make_plan()).blocks_to_copy == [(2, 3)]
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -614,8 +612,8 @@ def test_a_full_hit_computes_one_token():
     add(scheduler, make_group("A", list(range(8))))
     step(scheduler)
     add(scheduler, make_group("B", list(range(8))))
-    budget = make_budget()
-    out = scheduler._schedule_prefills(budget)
+    plan = make_plan()
+    out, budget = scheduler._schedule_prefills(plan), plan.budget
     assert out.seq_groups[0].token_chunk_size == 8
     assert (budget.num_batched_tokens, budget.num_cached_tokens) == (1, 7)
 

@@ -148,7 +148,7 @@ class V0Engine:
 
     def advance(self, scheduled, told, samples):
         "Add the sampled tokens; whether one of them is the last may be seen later."
-        group, is_prompt = scheduled.seq_group, told.is_prompt
+        group = scheduled.seq_group
         if not samples: return group.update_num_computed_tokens(scheduled.token_chunk_size)
         num_forks, parent = len(samples) - len(told.seq_data), group.first_seq
         if num_forks: samples = self.fork(group, parent, scheduled, samples)

@@ -5,7 +5,7 @@ from minengine.config import CacheConfig, SchedulerConfig
 from minengine.outputs import Logprob
 from minengine.sampling_params import SamplingParams
 from minengine.v0.scheduler import Scheduler
-from minengine.v0.scheduling_budget import SchedulingBudget
+from minengine.v0.scheduling_budget import SchedulingBudget, StepPlan
 from minengine.v0.sequence import Sequence, SequenceGroup, SequenceStatus
 
 SEQ_IDS = count()
@@ -87,7 +87,7 @@ def chunks(outputs): return [(s.seq_group.request_id, s.token_chunk_size) for s 
 def names(groups): return [g.request_id for g in groups]
 
 
-def make_budget(tokens=10_000, seqs=10_000): return SchedulingBudget(tokens, seqs)
+def make_plan(tokens=10_000, seqs=10_000, **rules): return StepPlan(SchedulingBudget(tokens, seqs), **rules)
 
 
 def tables(metadata): return {m.request_id: list(next(iter(m.block_tables.values()))) for m in metadata}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SchedulingBudget', 'count_new_tokens', 'chunk_size', 'whole_or_nothing', 'long_prompt_threshold',
-           'PartialPrefillMetadata']
+           'PartialPrefillMetadata', 'StepPlan']
 
 # %% ../../nbs/22b_v0_scheduling_budget.ipynb #export-imports
 from collections.abc import Callable
@@ -28,15 +28,16 @@ class SchedulingBudget:
     _with_tokens: set[str] = field(default_factory=set) # request ids
     _with_seqs: set[str] = field(default_factory=set)   # request ids
 
-    def remaining_token_budget(self) -> int:
+    def remaining_token_budget(self) -> int: # tokens
         return self.token_budget - self.num_batched_tokens
 
     def can_schedule(self, num_new_tokens: int, num_new_seqs: int) -> bool:
-        "Tell whether so much more fits into the step."
+        "Tell whether so much more fits; no sequences: `AssertionError`."
         assert num_new_tokens >= 0 and num_new_seqs > 0, (
             f"{num_new_tokens} tokens of {num_new_seqs} sequences")
-        return (self.num_batched_tokens + num_new_tokens <= self.token_budget
-                and self.num_curr_seqs + num_new_seqs <= self.max_num_seqs)
+        num_tokens = self.num_batched_tokens + num_new_tokens
+        num_seqs = self.num_curr_seqs + num_new_seqs
+        return num_tokens <= self.token_budget and num_seqs <= self.max_num_seqs
 
     def add_num_batched_tokens(self,
         req_id: str,
@@ -50,7 +51,7 @@ class SchedulingBudget:
         self.num_cached_tokens += num_cached_tokens
 
     def subtract_num_batched_tokens(self, req_id: str, num_batched_tokens: int):
-        "Give a request's tokens back, if they were charged; cached ones stay."
+        "Take a charge back, if there was one; cached tokens stay counted."
         if req_id not in self._with_tokens: return
         self._with_tokens.remove(req_id)
         self.num_batched_tokens -= num_batched_tokens
@@ -62,15 +63,22 @@ class SchedulingBudget:
         self.num_curr_seqs += num_curr_seqs
 
     def subtract_num_seqs(self, req_id: str, num_curr_seqs: int):
-        "Give a request's sequences back, if they were charged."
+        "Take a charge back, if there was one."
         if req_id not in self._with_seqs: return
         self._with_seqs.remove(req_id)
         self.num_curr_seqs -= num_curr_seqs
 
+    def check_invariants(self):
+        "Raise `AssertionError` if more is charged than the step may hold."
+        assert self.num_batched_tokens <= self.token_budget, (
+            f"{self.num_batched_tokens} tokens, at most {self.token_budget}")
+        assert self.num_curr_seqs <= self.max_num_seqs, (
+            f"{self.num_curr_seqs} sequences, at most {self.max_num_seqs}")
+
 # %% ../../nbs/22b_v0_scheduling_budget.ipynb #count-new-tokens
 def count_new_tokens(
     seqs: Iterable[Sequence], # those of a group that would run
-    num_cached_of: Callable[[Sequence], int] | None, # None: no prefix caching
+    num_cached_of: Callable[[Sequence], int] | None, # None: no prefix cache
 ) -> tuple[int, int]:         # tokens to compute, tokens found in the cache
     "Add up what the sequences of one group would compute in a step."
     uncached = cached = 0
@@ -79,14 +87,12 @@ def count_new_tokens(
             uncached += 1
             continue
         num_computed = seq.get_num_computed_tokens()
-        num_new = seq.get_len() - num_computed
         num_hit = 0
         if num_cached_of is not None:
-            # Frozen while in prefill: later chunks find fewer than computed.
             num_hit = max(0, num_cached_of(seq) - num_computed)
-        uncached, cached = uncached + num_new - num_hit, cached + num_hit
-    # A full hit: the last token must be computed, to make the next one.
-    if not uncached and cached: return 1, cached - 1
+        uncached += seq.get_len() - num_computed - num_hit
+        cached += num_hit
+    if not uncached and cached: return 1, cached - 1   # a full hit
     return uncached, cached
 
 # %% ../../nbs/22b_v0_scheduling_budget.ipynb #chunk-size
@@ -110,23 +116,23 @@ def whole_or_nothing(
     "Do not cut: a burst of steps starts with the whole of a prompt."
     return num_new_tokens if num_new_tokens <= remaining else 0
 
-# %% ../../nbs/22b_v0_scheduling_budget.ipynb #partial-prefills
+# %% ../../nbs/22b_v0_scheduling_budget.ipynb #threshold
 def long_prompt_threshold(
     config: SchedulerConfig,
-) -> int: # tokens; a prompt with more left to compute is long
+) -> int: # tokens; a prompt that lacks more is long
     "The setting, or 4 % of the window where prompts share a step."
-    if config.long_prefill_token_threshold or config.max_num_partial_prefills == 1:
-        return config.long_prefill_token_threshold
+    given = config.long_prefill_token_threshold
+    if given or config.max_num_partial_prefills == 1: return given
     return int(config.max_model_len * 0.04)
 
-# %% ../../nbs/22b_v0_scheduling_budget.ipynb #partial-prefill-metadata
+# %% ../../nbs/22b_v0_scheduling_budget.ipynb #partial-metadata
 @dataclass
 class PartialPrefillMetadata:
     "How many prompts share a step, and whether a long one may join them."
     schedulable_prefills: int # prompts that could be in this step
     long_prefills: int        # long ones among those that run
     config: SchedulerConfig
-    threshold: int            # tokens; more to compute is long
+    threshold: int            # tokens; what lacks more is long
 
     @classmethod
     def from_queues(cls,
@@ -135,28 +141,76 @@ class PartialPrefillMetadata:
         config: SchedulerConfig,
     ) -> "PartialPrefillMetadata":
         "Count the prompts that run, then those that could join them."
-        threshold, limit = long_prompt_threshold(config), config.max_num_partial_prefills
-        lengths = [g.get_num_uncomputed_tokens() for g in running if g.is_prefill()]
-        prefills, num_long = len(lengths), sum(n > threshold for n in lengths)
-        waiting_long = 0
+        limit = config.max_num_partial_prefills
+        threshold = long_prompt_threshold(config)
+        lacks = [group.get_num_uncomputed_tokens()
+                 for group in running if group.is_prefill()]
+        num_prompts, num_long = len(lacks), sum(n > threshold for n in lacks)
+        seats = config.max_long_partial_prefills - num_long
         for group in waiting:
-            if prefills >= limit: break
+            if num_prompts >= limit: break
             if group.get_num_uncomputed_tokens() > threshold:
-                if num_long + waiting_long >= config.max_long_partial_prefills: continue
-                waiting_long += 1
-            prefills += 1
-        # Long ones that wait do not count yet: they may not be admitted.
-        return cls(min(prefills, limit), num_long, config, threshold)
+                if seats <= 0: continue
+                seats -= 1
+            num_prompts += 1
+        # Long ones that wait are not counted: they may not be admitted.
+        return cls(min(num_prompts, limit), num_long, config, threshold)
 
     def is_long(self, group: SequenceGroup) -> bool:
         return group.get_num_uncomputed_tokens() > self.threshold
 
     def can_schedule(self, group: SequenceGroup) -> bool:
-        "Tell whether a waiting prompt may start: there are seats for long ones."
-        if self.config.max_num_partial_prefills == 1: return True
-        return (not self.is_long(group)
-                or self.long_prefills < self.config.max_long_partial_prefills)
+        "Tell whether a waiting prompt may start, or enough long ones run."
+        config = self.config
+        return (config.max_num_partial_prefills == 1 or not self.is_long(group)
+                or self.long_prefills < config.max_long_partial_prefills)
 
     def maybe_increment_partial_prefills(self, group: SequenceGroup):
         "Count a prompt that starts now, if it is long."
         if self.is_long(group): self.long_prefills += 1
+
+# %% ../../nbs/22b_v0_scheduling_budget.ipynb #step-plan
+@dataclass
+class StepPlan:
+    "What one step holds so far, and the rules by which it is filled."
+    budget: SchedulingBudget
+    enable_chunking: bool = False    # prompts may be cut
+    partial_prefills: PartialPrefillMetadata | None = None
+    loras: set[int] | None = None    # adapters in this step; None: no limit
+    max_loras: int = 0               # adapters that fit
+
+    def lora_fits(self, group: SequenceGroup) -> bool:
+        "Tell whether a group's adapter, if any, has a place in this step."
+        lora_id = group.lora_int_id
+        if not lora_id or self.loras is None: return True
+        return lora_id in self.loras or len(self.loras) < self.max_loras
+
+    def may_start(self, group: SequenceGroup) -> bool:
+        "Tell whether a prompt may start, or enough long ones run."
+        partial = self.partial_prefills
+        return partial is None or partial.can_schedule(group)
+
+    def fits(self, group: SequenceGroup, num_tokens: int) -> bool:
+        "Tell whether a group's tokens and sequences fit into the step."
+        seats = group.get_max_num_running_seqs()
+        return self.budget.can_schedule(num_tokens, seats)
+
+    def charge(self, group: SequenceGroup, num_tokens: int, num_cached=0):
+        "Book a group: its tokens, its sequences, its adapter."
+        self.budget.add_num_batched_tokens(
+            group.request_id, num_tokens, num_cached)
+        self.keep_seats(group)
+
+    def keep_seats(self, group: SequenceGroup):
+        "Book the sequences and the adapter of a group that runs already."
+        seats = group.get_max_num_running_seqs()
+        self.budget.add_num_seqs(group.request_id, seats)
+        if self.loras is not None and group.lora_int_id:
+            self.loras.add(group.lora_int_id)
+
+    def discharge(self, group: SequenceGroup, num_tokens: int):
+        "Take back what a group was charged, if it was."
+        budget, req_id = self.budget, group.request_id
+        budget.subtract_num_batched_tokens(req_id, num_tokens)
+        budget.subtract_num_seqs(req_id, group.get_max_num_running_seqs())
+        if self.loras is not None: self.loras.discard(group.lora_int_id)
