@@ -401,6 +401,19 @@ def test_field_vllm_17929_the_engines_seed_decides_and_the_global_generator_is_l
     assert runs[0] == runs[1] != runs[2] and torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_users_function_decides_what_is_drawn():
+    "Called with the live output, in every step: here no token may come twice."
+    def only_new(prompt_ids, output_ids, logits): return logits.index_fill(0, torch.tensor(prompt_ids + output_ids), float("-inf"))
+    rig, a = Rig(), Seq("a", [4, 5, 6], range(6), SamplingParams(temperature=0, logits_processors=[only_new]))
+    for _ in range(12): rig.step(a)
+    tokens = list(a.prompt)
+    for _ in range(12):
+        logits = dense_logits(tokens)[-1]
+        logits[tokens] = float("-inf")
+        tokens.append(int(logits.argmax()))
+    assert a.output == tokens[3:] and len(set(a.output)) == 12
+
+
 # --- several answers ---------------------------------------------------------------------------
 
 def test_n_answers_from_one_prompt_equal_single_requests():
@@ -489,7 +502,7 @@ def test_logprobs_of_a_burst_equal_those_of_single_steps():
 def test_v073_1_9_a_burst_may_begin_with_prompts_beside_decodes():
     "With chunked prefill, prompts and decodes share a burst; from its second step on all decode, padded."
     rig, rng = Rig(), random.Random(12)
-    old = Seq("old", random_prompt(rng, 5, 6), [0, 1, 2, 3, 4])
+    old = Seq("old", random_prompt(rng, 5, 6), [0, 1, 2, 3, 4], SamplingParams(seed=9))
     new = Seq("new", random_prompt(rng, 9, 10), [5, 6, 7, 8, 9])
     many = Seq("many", random_prompt(rng, 7, 8), [10, 11, 12, 13], SamplingParams(n=3, seed=5))
     rig.step(old)
@@ -500,7 +513,9 @@ def test_v073_1_9_a_burst_may_begin_with_prompts_beside_decodes():
         rows.append(len(burst.model_input.input_tokens))
     assert rows == [17, 4, 4, 4]
     assert tokens_of(outputs, 0) == greedy(new.prompt, 4)
-    assert tokens_of(outputs, 2) == greedy(old.prompt, 5)[1:]
+    single, s = Rig(), Seq("s", old.prompt, old.blocks, old.params)
+    for _ in range(5): single.step(s)
+    assert tokens_of(outputs, 2) == s.output[1:]
     assert [len(output[1].samples) for output in outputs] == [3, 1, 1, 1]   # children are forked after the burst
     single, s = Rig(), Seq("s", many.prompt, [10, 11, 12, 13], SamplingParams(seed=5))
     for _ in range(4): single.step(s)
