@@ -36,7 +36,8 @@ class LLMEngineV1:
         self.tokenizer, self.log_stats = tokenizer, log_stats
         self.processor = Processor(vllm_config, tokenizer)
         self.output_processor = OutputProcessor(tokenizer, log_stats)
-        if executor_class is None: executor_class = Executor.get_class(vllm_config)
+        if executor_class is None:
+            executor_class = Executor.get_class(vllm_config)
         self.engine_core = make_client(
             False, False, vllm_config, executor_class, log_stats)
         self.last_stats = None  # (SchedulerStats, IterationStats) of a step
