@@ -233,7 +233,7 @@ def test_pages_import_lower_numbers_only():
 
 # V0 keeps its scheduler beside its workers; V1 in a folder of its own.
 V0_SCHEDULING = ["sequence", "block_allocator", "prefix_caching", "cpu_gpu_allocator", "block_table",
-                 "block_manager", "scheduling_budget", "queues", "scheduler"]
+                 "block_manager", "scheduling_budget", "queues", "passes", "scheduler"]
 SCHEDULING = [m for m in MODULES if m.startswith("minengine.v1.core.")] + [f"minengine.v0.{m}" for m in V0_SCHEDULING]
 
 

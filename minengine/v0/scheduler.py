@@ -94,7 +94,7 @@ def settle_hits(
     # From the back: new prompts come last. They may skip what running ones
     # compute in this step, for a batch writes all its KV before it reads any.
     for s, told in zip(reversed(scheduled), reversed(metadata)):
-        if told.computed_block_nums:
+        if told.is_prompt and told.computed_block_nums:
             # minengine: 0.7.3 skipped all, also what nobody had computed.
             told.computed_block_nums = block_manager.get_written_block_ids(
                 told.computed_block_nums)
