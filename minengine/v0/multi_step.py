@@ -39,7 +39,7 @@ def advance_metadata(
     tables = metadata.block_table[:num_seqs]
     blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0]
     slots = blocks.long() * block_size + positions % block_size
-    lens = metadata.seq_lens_cpu
+    lens = metadata.seq_lens_cpu if device.type == "cpu" else None
     if lens: lens = [n + 1 for n in lens[:num_seqs]] + [1] * rest
     # Padding: a sequence of one token, in nobody's slot.
     return AttentionMetadata(
