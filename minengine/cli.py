@@ -48,7 +48,7 @@ def _kind(annotation):
 # %% ../nbs/85_cli.ipynb #sampling-options
 SAMPLING_OPTIONS = dict(
     temperature=float, top_p=float, top_k=int, min_p=float, seed=int,
-    max_tokens=int, min_tokens=int, n=int, repetition_penalty=float,
+    max_tokens=int, min_tokens=int, n=int, best_of=int, repetition_penalty=float,
     presence_penalty=float, frequency_penalty=float)
 LIST_OPTIONS = dict(stop=str, stop_token_ids=int, bad_words=str)
 
@@ -110,7 +110,8 @@ def make_params(
 ) -> SamplingParams:   # in deltas, for a stream
     "What the user gave, else what the makers recommend, else greedy."
     given = {"max_tokens": DEFAULT_MAX_TOKENS}
-    if getattr(options, "n", 1) == 1: given["temperature"] = 0.0
+    several = max(getattr(options, name, 1) for name in ("n", "best_of"))
+    if several == 1: given["temperature"] = 0.0
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         if recommended.get(name) is not None: given[name] = recommended[name]
     given |= pick(options, set(SamplingParams.__struct_fields__))
@@ -157,11 +158,14 @@ def stream_answer(
     try:
         for output in llm.stream(prompt, params):
             piece = output.outputs[0]
-            first_s = first_s or time.perf_counter()
+            if piece.token_ids: first_s = first_s or time.perf_counter()
             num_tokens += len(piece.token_ids)
             text += piece.text
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt: stopped = True
+    # V0: a prompt that cannot run is no error, but an empty answer.
+    if not (stopped or num_tokens) and piece.finish_reason == "length":
+        if isinstance(piece.stop_reason, str): raise ValueError(piece.stop_reason)
     print(flush=True)
     total_s = time.perf_counter() - start_s
     if num_tokens: print(
@@ -177,7 +181,7 @@ def run_generate(options: argparse.Namespace) -> int: # exit code
     texts = [sys.stdin.read() if t == "-" else t for t in options.prompts]
     llm, params = start(options)
     prompts = [make_prompt(llm, t, options.system, options.raw) for t in texts]
-    if len(prompts) == 1 and params.n == 1:
+    if len(prompts) == 1 and max(params.n, params.best_of or 1) == 1:
         return 130 if stream_answer(llm, prompts[0], params)[1] else 0
     for text, output in zip(texts, llm.generate(prompts, params)):
         print(f"--- {text}")

@@ -28,6 +28,7 @@ from .outputs import RequestOutput
 from .sampling_params import RequestOutputKind
 from .sampling_params import SamplingParams
 from .tokenizer import apply_chat_template
+from .v0.llm_engine import LLMEngineV0
 from .v1.engine.llm_engine import LLMEngineV1
 
 # %% ../nbs/80_llm.ipynb #make-engine-args
@@ -63,10 +64,10 @@ def make_engine_args(
 def make_engine(
     args: EngineArgs,
     tokenizer: Any = None, # an object to use instead of the model's own
-) -> LLMEngineV1:
+) -> LLMEngineV0 | LLMEngineV1:
     "Start the engine that `args.engine` names, and no other."
-    if args.engine == "v1": return LLMEngineV1.from_engine_args(args, tokenizer)
-    raise ValueError("engine 'v0' is not built yet; engine 'v1' is")
+    kind = {"v0": LLMEngineV0, "v1": LLMEngineV1}[args.engine]
+    return kind.from_engine_args(args, tokenizer)
 
 # %% ../nbs/80_llm.ipynb #start-up-table
 def start_up_table(
@@ -86,9 +87,13 @@ def start_up_table(
              f"  weights     {size('weights_bytes')}"]
     if "activation_bytes" in summary:
         lines.append(f"  activations {size('activation_bytes')}")
-    return "\n".join(lines + [
+    lines.append(
         f"  KV cache    {size('kv_cache_bytes')}   {num_tokens:,} tokens, "
-        f"{cache.num_gpu_blocks:,} blocks of {cache.block_size}",
+        f"{cache.num_gpu_blocks:,} blocks of {cache.block_size}")
+    if "swap_space_bytes" in summary: lines.append(
+        f"  swap space  {size('swap_space_bytes')}   "
+        f"{cache.num_cpu_blocks:,} blocks on the host")
+    return "\n".join(lines + [
         f"  fits        {num_tokens / config.max_model_len:10.1f} requests "
         f"of max_model_len {config.max_model_len:,}",
         f"  a step      {limits.max_num_batched_tokens:10,} tokens, "
@@ -259,7 +264,7 @@ class LLM:
         prompt_token_ids: Any = None, # vLLM's older way to give token ids
         use_tqdm: bool = True,        # False: no progress bar
         lora_request: Any = None,     # must be None
-        priority: Any = 0,            # one each; V1 takes zeros only
+        priority: Any = 0,            # one, or one each; for V0
     ) -> list[RequestOutput]:         # finished, in the order of the prompts
         "Answer all prompts; if one is refused, `ValueError` and no answer."
         prompts, ids = list_prompts(prompts, prompt_token_ids), []

@@ -85,7 +85,8 @@ def test_chat(model, capsys, monkeypatch):
     (["--temperature", "nan"], "temperature must be a number, got nan"),
     (["--top-p", "0"], "top_p must be above 0"),
     (["--model", "/no/such/folder"], "/no/such/folder"),
-    (["--engine", "v0"], "'v0' is not built yet"),
+    (["--num-scheduler-steps", "4"], "num_scheduler_steps=4 is for V0"),
+    (["--engine", "v0", "--logprobs-mode", "raw_logprobs"], "logprobs_mode='raw_logprobs' is for V1"),
     (["--engine", "v9"], "engine must be one of"),
     (["--block-size", "0"], "block_size must be at least 1, got 0"),
     (["--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
@@ -173,3 +174,26 @@ def test_version_and_help_are_quick():
             "print([m for m in ('torch', 'transformers') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split("\n")[:2] == [f"minengine {minengine.__version__}", "[]"]
+
+
+# Both engines
+
+@pytest.mark.parametrize("engine", ["v0", "v1"])
+def test_engines_are_chosen_and_named(model, capsys, engine):
+    words = ["--max-tokens", "4", "--temperature", "0", "--ignore-eos", *model]
+    code, out, err = run(capsys, "generate", "hi", *words, "--engine", engine)
+    assert code == 0 and f"engine {engine}" in err.splitlines()[0] and err.rstrip().endswith(f"engine {engine}]")
+    assert run(capsys, "generate", "hi", *words)[1] == out   # greedy: the same answer
+
+
+@pytest.mark.parametrize("engine", ["v0", "v1"])
+def test_a_prompt_that_is_too_long_is_an_error_on_both(model, capsys, engine):
+    code, out, err = run(capsys, "generate", "x" * 300, *model, "--engine", engine)
+    assert code == 2 and out == "" and "303 tokens" in err.splitlines()[-1]
+
+
+def test_best_of_on_v0(model, capsys):
+    words = ["generate", "hi", "--best-of", "3", "--max-tokens", "4", "--ignore-eos", *model]
+    code, out, err = run(capsys, *words, "--engine", "v0")
+    assert code == 0 and out.startswith("--- hi\n")
+    assert "best_of is not supported by engine 'v1'" in run(capsys, *words)[2]

@@ -1,4 +1,4 @@
-"""The front door: vLLM's `LLM` on a tiny model with random weights."""
+"""The front door: vLLM's `LLM` on a tiny model with random weights, on both engines."""
 import contextlib
 import gc
 import io
@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from front_tiny import ARGS, make_folder
+from v0_front import assert_at_rest
 
 from minengine.llm import (
     LLM, default_sampling_params, interrupts_wait, list_prompts, make_engine_args, one_each, render_chat)
@@ -20,9 +21,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = ["hello", "The capital of France is", "a", "one two three four five six seven eight"]
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    return LLM(make_folder(tmp_path_factory.mktemp("tiny")), **ARGS)
+def make_llm(engine, folder, **args):
+    "V0 with prefix caching, which is V1's default."
+    return LLM(folder, engine, **{**ARGS, "enable_prefix_caching": True, **args})
+
+
+@pytest.fixture(scope="module", params=["v1", "v0"])
+def llm(request, tmp_path_factory):
+    return make_llm(request.param, make_folder(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(autouse=True)
@@ -35,9 +41,21 @@ def idle_again(request):
 def core_of(llm): return llm.llm_engine.engine_core.engine_core
 
 
+def scheduler_of(llm): return llm.llm_engine.scheduler if llm.engine_name == "v0" else core_of(llm).scheduler
+
+
+def runner_of(llm):
+    if llm.engine_name == "v0": return llm.llm_engine.executor.driver_worker.model_runner
+    return core_of(llm).executor.worker.model_runner
+
+
 def assert_idle(llm):
+    if llm.engine_name == "v0":
+        assert_at_rest(llm.llm_engine)
+        assert not llm._streams
+        return
     core = core_of(llm)
-    runner, manager = core.executor.worker.model_runner, core.scheduler.kv_cache_manager
+    runner, manager = runner_of(llm), core.scheduler.kv_cache_manager
     assert not llm.llm_engine.has_unfinished_requests() and not core.scheduler.requests
     assert not runner.requests and runner.batch.num_reqs == 0
     assert manager.num_free_blocks == core.vllm_config.cache_config.num_gpu_blocks
@@ -128,7 +146,8 @@ def test_scoring_a_full_window(llm):
 
 def test_rest_of_the_window(llm):
     out, = llm.generate("x" * 240, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
-    assert len(out.outputs[0].token_ids) == 16 and out.outputs[0].finish_reason == "length"
+    # V0 goes one token past the window.
+    assert len(out.outputs[0].token_ids) == {"v1": 16, "v0": 17}[llm.engine_name] and out.outputs[0].finish_reason == "length"
 
 
 def test_stops(llm):
@@ -176,11 +195,12 @@ def test_progress_bar(llm, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_everything_at_once_under_a_pool_that_is_too_small(tmp_path):
+@pytest.mark.parametrize("engine,swap", [("v1", None), ("v0", "swap")])
+def test_everything_at_once_under_a_pool_that_is_too_small(tmp_path, engine, swap):
     "Preemption does not show: n, scores, streams, stops and seeds as in a large pool."
     folder, answers = make_folder(tmp_path / "tiny", max_position_embeddings=96), []
     for num_blocks in (12, 64):
-        llm = LLM(folder, **ARGS | {"num_gpu_blocks_override": num_blocks, "block_size": 8})
+        llm = make_llm(engine, folder, num_gpu_blocks_override=num_blocks, block_size=8, preemption_mode=swap)
         params = [SamplingParams(n=2, seed=3, max_tokens=40, ignore_eos=True, logprobs=1, prompt_logprobs=1),
                   SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, repetition_penalty=1.3),
                   SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0),
@@ -190,7 +210,9 @@ def test_everything_at_once_under_a_pool_that_is_too_small(tmp_path):
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         last = list(stream)[-1]
         assert_idle(llm)
-        assert (core_of(llm).scheduler.num_preempted > 0) == (num_blocks == 12)
+        scheduler = scheduler_of(llm)
+        preempted = scheduler.num_cumulative_preemption if engine == "v0" else scheduler.num_preempted
+        assert (preempted > 0) == (num_blocks == 12)
         answers.append([(o.prompt_token_ids, o.prompt_logprobs and [p and list(p) for p in o.prompt_logprobs],
                          [(c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in o.outputs]) for o in (*outputs, last)])
     assert answers[0] == answers[1]
@@ -200,9 +222,14 @@ def test_everything_at_once_under_a_pool_that_is_too_small(tmp_path):
 
 @pytest.mark.parametrize("bad", [[], [300], "x" * 300, {"x": 1}])
 def test_a_bad_prompt_takes_its_call_with_it_and_nothing_else(llm, bad):
+    if llm.engine_name == "v0" and len(bad) == 300:   # no error, but no answer
+        outputs = llm.generate(["a", "b", bad, "c"], GREEDY, use_tqdm=False)
+        assert [len(t) for t in tokens(outputs)] == [8, 8, 0, 8] and outputs[2].outputs[0].finish_reason == "length"
+        assert outputs[2].outputs[0].stop_reason == "300 tokens, a prompt has at most 256"
+        return
     with pytest.raises(ValueError, match="prompt 2: "): llm.generate(["a", "b", bad, "c"], GREEDY, use_tqdm=False)
     assert_idle(llm)
-    assert core_of(llm).scheduler.finished_req_ids == set()
+    if llm.engine_name == "v1": assert core_of(llm).scheduler.finished_req_ids == set()
     assert len(llm.generate("a", GREEDY, use_tqdm=False)) == 1
 
 
@@ -210,7 +237,8 @@ def test_bad_params(llm):
     for params, message in (([GREEDY], "2 prompts, but 1 sampling_params"), ([GREEDY, None], "must be SamplingParams"), ("x", "must be SamplingParams")):
         with pytest.raises(ValueError, match=message): llm.generate(["a", "b"], params, use_tqdm=False)
     with pytest.raises(ValueError, match="2 prompts, but 1 priority"): llm.generate(["a", "b"], GREEDY, priority=[0], use_tqdm=False)
-    with pytest.raises(ValueError, match="priority is not supported"): llm.generate("a", GREEDY, priority=[1], use_tqdm=False)
+    message = {"v1": "priority is not supported", "v0": "scheduling_policy is 'fcfs'"}[llm.engine_name]
+    with pytest.raises(ValueError, match=message): llm.generate("a", GREEDY, priority=[1], use_tqdm=False)
 
 
 # Interrupts and failures
@@ -249,7 +277,7 @@ def test_a_torn_step_leaves_a_sound_engine(llm):
     want = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     stream = llm.stream("bystander", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
-    runner = core_of(llm).executor.worker.model_runner
+    runner = runner_of(llm)
     model, calls = runner.run_model, []
     def press_twice(*args):
         calls.append(1)
@@ -273,7 +301,7 @@ def test_interrupts_are_left_alone_in_other_threads(llm):
 
 def test_a_failing_model_ends_the_call_and_the_next_one_works(llm):
     want = tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
-    runner = core_of(llm).executor.worker.model_runner
+    runner = runner_of(llm)
     model, calls = runner.run_model, []
     def failing(*args):
         calls.append(1)
@@ -365,15 +393,17 @@ def test_field_vllm40689_the_template_is_counted(llm):
     template = len(render_chat(llm.get_tokenizer(), [{"role": "user", "content": ""}])["prompt_token_ids"])
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     out, = llm.chat([{"role": "user", "content": "x" * (250 - template)}], params, use_tqdm=False)
-    assert (len(out.prompt_token_ids), len(out.outputs[0].token_ids)) == (250, 6)
+    assert (len(out.prompt_token_ids), len(out.outputs[0].token_ids)) == (250, 6 + (llm.engine_name == "v0"))
 
 
 # Start-up
 
-def test_start_up_says_what_runs(tmp_path, capsys):
-    LLM(make_folder(tmp_path / "tiny"), **ARGS)
+@pytest.mark.parametrize("engine", ["v1", "v0"])
+def test_start_up_says_what_runs(tmp_path, capsys, engine):
+    make_llm(engine, make_folder(tmp_path / "tiny"))
     shown = capsys.readouterr().err
-    for part in ("engine v1", "tiny", "float32 on cpu", "weights", "1,024 tokens, 64 blocks of 16", "4.0 requests of max_model_len 256"):
+    assert ("swap space" in shown) == (engine == "v0")
+    for part in (f"engine {engine}", "tiny", "float32 on cpu", "weights", "1,024 tokens, 64 blocks of 16", "4.0 requests of max_model_len 256"):
         assert part in shown
 
 
@@ -426,6 +456,67 @@ def test_same_seed_same_answers_and_the_users_generator_is_left_alone(tmp_path):
     folder = make_folder(tmp_path / "tiny")
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    answers = [tokens(LLM(folder, **ARGS, seed=seed).generate(PROMPTS, SamplingParams(max_tokens=8), use_tqdm=False)) for seed in (1, 1, 2)]
-    assert answers[0] == answers[1]  # the weights are seeded too, so no comparison with 2
+    answers = [tokens(LLM(folder, engine, **ARGS, seed=1).generate(PROMPTS, SamplingParams(max_tokens=8), use_tqdm=False))
+               for engine in ("v1", "v1", "v0", "v0")]
+    assert answers[0] == answers[1] and answers[2] == answers[3]  # the weights are seeded too, so no comparison with 2
     assert torch.equal(torch.get_rng_state(), before)  # field vllm#17929
+
+
+# One engine's wishes
+
+def test_what_one_engine_has_the_other_refuses(llm):
+    v0 = llm.engine_name == "v0"
+    def bias(token_ids, row):   # a per-request function: the token after n tokens is n
+        row[:] = float("-inf")
+        row[len(token_ids)] = 0.0
+        return row
+    for wish, field in ((dict(best_of=3, n=2), "best_of"), (dict(logits_processors=[bias], ignore_eos=True), "logits_processors")):
+        params = SamplingParams(max_tokens=4, **wish)
+        if v0: assert len(llm.generate("hello", params, use_tqdm=False)[0].outputs) == params.n
+        else:
+            with pytest.raises(ValueError, match=f"{field} is not supported by engine 'v1'"): llm.generate("hello", params, use_tqdm=False)
+    if v0: assert tokens(llm.generate("hello", params, use_tqdm=False)) == [[0, 1, 2, 3]]
+    salted = {"prompt": "hello", "cache_salt": "x"}
+    if not v0: assert len(llm.generate(salted, GREEDY, use_tqdm=False)) == 1
+    else:
+        with pytest.raises(ValueError, match="cache_salt is not supported by engine 'v0'"): llm.generate(salted, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("engine,option,other", [
+    ("v1", dict(preemption_mode="swap"), "V0"), ("v1", dict(swap_space=1), "V0"), ("v1", dict(num_scheduler_steps=2), "V0"),
+    ("v1", dict(use_async_output_proc=True), "V0"), ("v1", dict(scheduling_policy="priority"), "V0"),
+    ("v1", dict(scheduler_delay_factor=0.5), "V0"), ("v1", dict(enable_chunked_prefill=False), "V0"),
+    ("v0", dict(num_preallocate_tokens=32), "V1"), ("v0", dict(logprobs_mode="raw_logprobs"), "V1")], ids=str)
+def test_options_of_the_other_engine_are_refused(tmp_path, engine, option, other):
+    with pytest.raises(ValueError, match=f"{[*option][0]}=.* is for {other}"):
+        LLM(make_folder(tmp_path / "tiny"), engine, **ARGS, **option)
+
+
+def test_async_output_has_two_switches_that_exclude_each_other(tmp_path):
+    folder, both = make_folder(tmp_path / "tiny"), dict(use_async_output_proc=True, disable_async_output_proc=True)
+    with pytest.raises(ValueError, match="use_async_output_proc.*disable_async_output_proc"): LLM(folder, "v0", **ARGS, **both)
+    assert not make_llm("v0", folder).llm_engine.scheduler.use_async_output_proc   # on a CPU
+    assert make_llm("v0", folder, use_async_output_proc=True).llm_engine.scheduler.use_async_output_proc
+
+
+def test_v0_reports_processed_logprobs_and_v1_raw_ones(llm):
+    out, = llm.generate("hello", SamplingParams(max_tokens=3, top_k=1, logprobs=0, ignore_eos=True), use_tqdm=False)
+    values = [p[t].logprob for p, t in zip(out.outputs[0].logprobs, out.outputs[0].token_ids)]
+    assert all(v == 0.0 for v in values) if llm.engine_name == "v0" else all(v < -0.1 for v in values)
+
+
+def test_v0_shows_one_empty_output_for_each_chunk_of_a_prompt(tmp_path):
+    folder = make_folder(tmp_path / "tiny")
+    for engine, empty in (("v0", 3), ("v1", 0)):
+        llm = make_llm(engine, folder, enable_chunked_prefill=True, max_num_batched_tokens=16, enable_prefix_caching=False)
+        shown = list(llm.stream("x" * 50, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)))
+        assert [len(o.outputs[0].token_ids) for o in shown] == [0] * empty + [1, 2]
+
+
+def test_priorities_on_v0(tmp_path):
+    llm = make_llm("v0", make_folder(tmp_path / "tiny"), scheduling_policy="priority", max_num_seqs=1)
+    order, engine = [], llm.llm_engine
+    step = engine.step
+    engine.step = lambda: [order.append(o.request_id) or o for o in step()]
+    outputs = llm.generate(PROMPTS, GREEDY, priority=[3, 2, 1, 0], use_tqdm=False)
+    assert order.index(outputs[3].request_id) < order.index(outputs[2].request_id) < order.index(outputs[1].request_id)

@@ -71,6 +71,7 @@ class OutputQueue:
         data: OutputData, # just executed
     ):
         "Take an execution's outputs in, or append its tokens and wait."
+        self.process()   # nobody overtakes
         if not data.is_async: return self._take_in(data)
         # Of a burst only the last token can wait: it is the one whose
         # successor is computed next.
