@@ -213,7 +213,8 @@ def run_addresses():
     @triton.jit
     def probe(cache, table, out, BLOCK: "tl.constexpr"):
         position = tl.arange(0, 16) + 16
-        pointers = key_pointers(cache, table, 1, position, position >= 0, True, 8, 128, 128, BLOCK)
+        pointers = key_pointers(  # noqa: F821 - from globals(), as kernels see it
+            cache, table, 1, position, position >= 0, True, 8, 128, 128, BLOCK)
         where = tl.arange(0, 16)[:, None] * 128 + tl.arange(0, 128)[None, :]
         tl.store(out + where, pointers.to(tl.int64, bitcast=True))
 
