@@ -101,31 +101,40 @@ class V0Loop:
                         enable_prefix_caching=enable_prefix_caching))
         processor = SingleStepOutputProcessor(
             Detokenizer(None), self.scheduler, iter(()), StopChecker(1024))
-        self.queue, self._data = OutputQueue(self.scheduler, processor, False), OutputData
+        self.queue = OutputQueue(self.scheduler, processor, False)
+        self._data = OutputData
         rng, params = Random(0), SamplingParams(
             temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY)
         for i in range(num_seqs):
-            inputs = {"prompt_token_ids": _random_prompt(rng, PROMPT_TOKENS, 50_000)}
+            prompt = _random_prompt(rng, PROMPT_TOKENS, 50_000)
+            sequence = Sequence(i, {"prompt_token_ids": prompt}, BLOCK_SIZE)
             self.scheduler.add_seq_group(SequenceGroup(
-                f"r{i}", [Sequence(i, inputs, BLOCK_SIZE)], float(i), params))
+                f"r{i}", [sequence], float(i), params))
 
-    def has_unfinished_requests(self) -> bool: return self.scheduler.has_unfinished_seqs()
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_seqs()
 
     def schedule(self) -> SimpleNamespace:
         metadata, outputs, _ = self.scheduler.schedule()
-        return SimpleNamespace(metadata=metadata, outputs=outputs,
-                               total_num_scheduled_tokens=outputs.num_batched_tokens)
+        return SimpleNamespace(
+            metadata=metadata, outputs=outputs,
+            total_num_scheduled_tokens=outputs.num_batched_tokens)
 
-    def fake_output(self, step: SimpleNamespace, rng: Random) -> SimpleNamespace:
+    def fake_output(self,
+        step: SimpleNamespace, rng: Random,
+    ) -> SimpleNamespace:
         "Answer a step without running a model."
         def sampled(told):
             t = rng.randrange(50_000)
-            return CompletionSequenceGroupOutput(
-                [SequenceOutput(told.get_first_seq_id(), t, {t: Logprob(-1.0, 1)})])
-        return SimpleNamespace(outputs=[sampled(told) for told in step.metadata])
+            sample = SequenceOutput(
+                told.get_first_seq_id(), t, {t: Logprob(-1.0, 1)})
+            return CompletionSequenceGroupOutput([sample])
+        return SimpleNamespace(outputs=[sampled(m) for m in step.metadata])
 
-    def update_from_output(self, step: SimpleNamespace, output: SimpleNamespace):
+    def update_from_output(self,
+        step: SimpleNamespace, output: SimpleNamespace,
+    ):
         "Take the tokens in; what users would see is thrown away."
         groups = [s.seq_group for s in step.outputs.scheduled_seq_groups]
         self.queue.add(self._data([output], step.metadata, groups))
@@ -161,11 +170,13 @@ def bench_scheduler(
 ) -> list[dict]:           # one row a combination that fits
     "Measure schedule + update per decode step, without a model."
     rows, engines = [], [engine] if isinstance(engine, str) else engine
-    for n, blocks, caching, name in product(num_seqs, num_blocks, prefix_caching, engines):
+    cases = product(num_seqs, num_blocks, prefix_caching, engines)
+    for n, blocks, caching, name in cases:
         check_choice("engine", name, ("v0", "v1"))
         check_choice("prefix_caching", caching, ("off", "on"))
         if blocks < n * BLOCKS_PER_REQUEST: continue
-        step = min(_time_fresh(name, n, blocks, caching == "on") for _ in range(repeats))
+        step = min(_time_fresh(name, n, blocks, caching == "on")
+                   for _ in range(repeats))
         rows.append({
             "engine": name, "num_seqs": n, "num_blocks": blocks,
             "prefix_caching": caching, "us_per_step": round(step, 1),
@@ -178,7 +189,8 @@ def _time_fresh(engine, num_seqs, num_blocks, caching) -> float: # µs
         scheduler = V0Loop(num_seqs, num_blocks, caching)
         make_output = scheduler.fake_output
     else:
-        scheduler, make_output = make_loaded_scheduler(num_seqs, num_blocks, caching), fake_output
+        scheduler = make_loaded_scheduler(num_seqs, num_blocks, caching)
+        make_output = fake_output
     gc.collect()
     return time_decode_steps(scheduler, num_seqs, make_output)
 

@@ -43,13 +43,14 @@ def _kind(annotation):
     if "bool" in annotation: return dict(action=argparse.BooleanOptionalAction)
     if "dict" in annotation: return dict(type=json.loads, metavar="JSON")
     kinds = dict(int=int, float=float, str=str)
-    return dict(type=next(k for n, k in kinds.items() if n in annotation), metavar="X")
+    kind = next(k for name, k in kinds.items() if name in annotation)
+    return dict(type=kind, metavar="X")
 
 # %% ../nbs/85_cli.ipynb #sampling-options
 SAMPLING_OPTIONS = dict(
     temperature=float, top_p=float, top_k=int, min_p=float, seed=int,
-    max_tokens=int, min_tokens=int, n=int, best_of=int, repetition_penalty=float,
-    presence_penalty=float, frequency_penalty=float)
+    max_tokens=int, min_tokens=int, n=int, best_of=int,
+    repetition_penalty=float, presence_penalty=float, frequency_penalty=float)
 LIST_OPTIONS = dict(stop=str, stop_token_ids=int, bad_words=str)
 
 def add_sampling_options(parser: argparse.ArgumentParser):
@@ -58,7 +59,8 @@ def add_sampling_options(parser: argparse.ArgumentParser):
     def add(name, **kind): group.add_argument(
         "--" + name.replace("_", "-"), dest=name,
         default=argparse.SUPPRESS, **kind)
-    for name, kind in SAMPLING_OPTIONS.items(): add(name, type=kind, metavar="X")
+    for name, kind in SAMPLING_OPTIONS.items():
+        add(name, type=kind, metavar="X")
     for name, kind in LIST_OPTIONS.items():
         add(name, type=kind, metavar="X", action="append",
             help="may be given several times")
@@ -89,7 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
                              help="instructions before the conversation")
         add_sampling_options(command)
         add_engine_options(command)
-    bench = commands.add_parser("bench", help="measure an engine", add_help=False)
+    bench = commands.add_parser(
+        "bench", help="measure an engine", add_help=False)
     bench.add_argument("words", nargs=argparse.REMAINDER)
     return parser
 
@@ -99,7 +102,8 @@ def pick(
     names: set[str],  # fields of some class
 ) -> dict:            # those that the user gave
     "Collect the options that belong to one object."
-    return {name: value for name, value in vars(options).items() if name in names}
+    given = vars(options).items()
+    return {name: value for name, value in given if name in names}
 
 # %% ../nbs/85_cli.ipynb #make-params
 DEFAULT_MAX_TOKENS = 512 # enough for an answer, and it ends
@@ -112,7 +116,8 @@ def make_params(
     given = {"max_tokens": DEFAULT_MAX_TOKENS}
     several = max(getattr(options, name, 1) for name in ("n", "best_of"))
     if several == 1: given["temperature"] = 0.0
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in ("temperature", "top_p", "top_k", "min_p",
+                 "repetition_penalty"):
         if recommended.get(name) is not None: given[name] = recommended[name]
     given |= pick(options, set(SamplingParams.__struct_fields__))
     return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
@@ -142,7 +147,8 @@ def make_prompt(
     if raw or not getattr(tokenizer, "chat_template", None):
         if system is None: return text
         raise ValueError("--system needs a chat template, and none is in use")
-    if system is not None: messages.append({"role": "system", "content": system})
+    if system is not None:
+        messages.append({"role": "system", "content": system})
     messages.append({"role": "user", "content": text})
     return render_chat(tokenizer, messages)
 
@@ -165,7 +171,8 @@ def stream_answer(
     except KeyboardInterrupt: stopped = True
     # V0: a prompt that cannot run is no error, but an empty answer.
     if not (stopped or num_tokens) and piece.finish_reason == "length":
-        if isinstance(piece.stop_reason, str): raise ValueError(piece.stop_reason)
+        if isinstance(piece.stop_reason, str):
+            raise ValueError(piece.stop_reason)
     print(flush=True)
     total_s = time.perf_counter() - start_s
     if num_tokens: print(

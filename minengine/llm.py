@@ -37,7 +37,8 @@ from .v1.engine.llm_engine import LLMEngineV1
 UNUSED_ARGS = {
     "trust_remote_code": (True, False), "tokenizer_mode": ("auto",),
     "revision": (None,), "tokenizer_revision": (None,), "quantization": (None,),
-    "cpu_offload_gb": (0,), "kv_cache_dtype": ("auto",), "enable_lora": (False,),
+    "cpu_offload_gb": (0,), "kv_cache_dtype": ("auto",),
+    "enable_lora": (False,),
     "disable_custom_all_reduce": (True, False), "task": ("auto", "generate"),
     "max_seq_len_to_capture": (8192,), "allowed_local_media_path": ("",),
 }
@@ -57,7 +58,8 @@ def make_engine_args(
             raise TypeError(f"LLM has no argument {name!r}")
         elif value not in UNUSED_ARGS[name]:
             allowed = " or ".join(map(repr, UNUSED_ARGS[name]))
-            raise ValueError(f"{name}={value!r} is not supported, only {allowed}")
+            raise ValueError(
+                f"{name}={value!r} is not supported, only {allowed}")
     return EngineArgs(model=model, engine=engine, **used)
 
 # %% ../nbs/80_llm.ipynb #make-engine
@@ -134,13 +136,15 @@ def list_prompts(
         texts = [None] * len(ids) if prompts is None else list_prompts(prompts)
         if len(texts) != len(ids): raise ValueError(
             f"{len(texts)} prompts, but {len(ids)} lists of prompt_token_ids")
-        return [{"prompt": p, "prompt_token_ids": i} for p, i in zip(texts, ids)]
+        return [{"prompt": text, "prompt_token_ids": i}
+                for text, i in zip(texts, ids)]
     if prompts is None:
         raise ValueError("generate needs prompts, or prompt_token_ids")
     if isinstance(prompts, (str, dict)): return [prompts]
     prompts = list(prompts)
     # A list of integers is one prompt, a list of anything else is many.
-    return [prompts] if prompts and hasattr(prompts[0], "__index__") else prompts
+    is_one = prompts and hasattr(prompts[0], "__index__")
+    return [prompts] if is_one else prompts
 
 # %% ../nbs/80_llm.ipynb #one-each
 def one_each(
