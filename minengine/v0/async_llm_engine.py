@@ -39,8 +39,8 @@ class AsyncStream:
     @property
     def finished(self) -> bool: return self._finished
 
-    def put(self, item: RequestOutput | Exception):
-        "Add an output, or an error that does not end the stream; none after the end."
+    def put(self, item: RequestOutput):
+        "Add an output; nothing is added after the end."
         if not self._finished: self._queue.put_nowait(item)
 
     def finish(self,
@@ -80,10 +80,12 @@ class RequestTracker:
         **kwargs,        # for the engine's `add_request`
     ) -> AsyncStream:    # of this request
         "Open a stream; an id that has one raises `KeyError`."
-        if request_id in self: raise KeyError(f"request id {request_id!r} is in use")
+        if request_id in self:
+            raise KeyError(f"request id {request_id!r} is in use")
         stream = AsyncStream(request_id, self.abort_request)
         self._request_streams[request_id] = stream
-        self._new_requests[request_id] = stream, {"request_id": request_id, **kwargs}
+        kwargs["request_id"] = request_id
+        self._new_requests[request_id] = stream, kwargs
         self.new_requests_event.set()
         return stream
 
@@ -123,8 +125,8 @@ class RequestTracker:
             if stream: stream.finish(error)
         return ids
 
-    def get_new_and_aborted_requests(self) -> tuple[list[tuple[AsyncStream, dict]], set[str]]:
-        "Hand out what has gathered; the engine aborts first, and then adds."
+    def get_new_and_aborted_requests(self) -> tuple[list, set[str]]:
+        "Hand out (stream, arguments) pairs, and ids: abort first, then add."
         new, self._new_requests = list(self._new_requests.values()), {}
         aborted, self._aborted_requests = self._aborted_requests, set()
         return new, aborted
@@ -145,13 +147,16 @@ class AsyncLLMEngine:
     ):
         self.engine, self.step_timeout_s = engine, step_timeout_s
         self.tracker = RequestTracker()
-        self._thread = ThreadPoolExecutor(1, "engine")  # all calls of the engine
+        self._thread = ThreadPoolExecutor(1, "engine")  # all calls of it
         self._loop_task: asyncio.Task | None = None
         self._error: BaseException | None = None
         self._left_behind: list[str] = []  # by an event loop that ended
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, tokenizer: Any = None) -> "AsyncLLMEngine":
+    def from_engine_args(cls,
+        args: EngineArgs,
+        tokenizer: Any = None, # None: as `args` says
+    ) -> "AsyncLLMEngine":
         "Find the model and start; the loop starts with the first request."
         return cls(LLMEngineV0.from_engine_args(args, tokenizer))
 
@@ -170,8 +175,9 @@ class AsyncLLMEngine:
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         "Stream one request's outputs; leaving the loop aborts it."
-        stream = self.add_request(request_id, prompt=prompt, params=sampling_params,
-                                  lora_request=lora_request, priority=priority)
+        stream = self.add_request(
+            request_id, prompt=prompt, params=sampling_params,
+            lora_request=lora_request, priority=priority)
         # Closed with this generator, and not whenever somebody collects it.
         outputs = stream.generator()
         try:
@@ -228,7 +234,8 @@ class AsyncLLMEngine:
         self.engine.abort_request(list(aborted))
         for _, kwargs in new:
             try: self.engine.add_request(**kwargs)
-            except Exception as error: refused.append((kwargs["request_id"], error))
+            except Exception as error:
+                refused.append((kwargs["request_id"], error))
         return refused, self.engine.step()
 
     def shutdown(self):

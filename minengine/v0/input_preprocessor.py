@@ -36,7 +36,7 @@ def check_supported(
     if num_samples > params.n and params.output_kind is RequestOutputKind.DELTA:
         raise ValueError(
             f"best_of={num_samples} with n={params.n} excludes output_kind "
-            "DELTA: who is best is known at the end, and a delta is not taken back")
+            "DELTA: who is best is known at the end, and no delta comes back")
     if num_samples > config.max_num_seqs: raise ValueError(
         f"n or best_of is {num_samples}, but max_num_seqs is "
         f"{config.max_num_seqs}: V0 runs all sequences of a request together")
@@ -45,8 +45,9 @@ def check_supported(
     if steps > 1: raise ValueError(
         f"logits_processors exclude num_scheduler_steps={steps}: functions on "
         "the host see no token before a burst of steps has ended")
-    if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
-        raise ValueError(f"logits_processors must be a list of functions, got {functions!r}")
+    is_list = isinstance(functions, (list, tuple))
+    if not is_list or not all(map(callable, functions)): raise ValueError(
+        f"logits_processors must be a list of functions, got {functions!r}")
 
 # %% ../../nbs/27c_v0_input_preprocessor.ipynb #fit-output
 def fit_output(
@@ -54,8 +55,8 @@ def fit_output(
     num_prompt_tokens: int,
     max_model_len: int,      # tokens
 ):
-    "Keep `max_tokens` and `min_tokens` inside V0's window, one token past the limit."
-    # V0: stops when a sequence is longer than max_model_len, not at it.
+    "Keep `max_tokens` and `min_tokens` inside V0's window."
+    # V0: stops when a sequence is longer than the window, not at its end.
     room = max(1, max_model_len + 1 - num_prompt_tokens)
     asked = room if params.max_tokens is None else params.max_tokens
     params.max_tokens = min(asked, room)
@@ -94,11 +95,13 @@ class InputPreprocessor:
         ids = encode_prompt(given, self.tokenizer, model.vocab_size,
                             params.truncate_prompt_tokens)
         fit_output(params, len(ids), model.max_model_len)
-        fill_params(params, self.tokenizer, self.eos_token_ids, model.vocab_size)
+        fill_params(params, self.tokenizer, self.eos_token_ids,
+                    model.vocab_size)
         check_vocabulary(params, model.vocab_size)
         inputs = {"prompt_token_ids": ids, "prompt": given.get("prompt")}
-        seq = Sequence(next(self.seq_counter), inputs,
-                       self.vllm_config.cache_config.block_size, self.eos_token_id)
+        block_size = self.vllm_config.cache_config.block_size
+        seq = Sequence(next(self.seq_counter), inputs, block_size,
+                       self.eos_token_id)
         now = time.time() if arrival_time is None else arrival_time
         return SequenceGroup(request_id, [seq], now, params, None, priority)
 
@@ -107,7 +110,8 @@ class InputPreprocessor:
             f"request_id must be a string, got {request_id!r}")
         if not isinstance(params, SamplingParams): raise ValueError(
             f"params must be SamplingParams, got {params!r}")
-        refuse("v0", "lora_request", lora_request, "adapters are not built here")
+        refuse("v0", "lora_request", lora_request,
+               "adapters are not built here")
         policy = self.vllm_config.scheduler_config.policy
         if priority and policy != "priority": raise ValueError(
             f"priority is {priority}, but scheduling_policy is {policy!r}: "

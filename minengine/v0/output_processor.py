@@ -105,7 +105,8 @@ class StopChecker:
     def _stop_at_token(self, seq, new_char_count, params):
         if new_char_count and not params.include_stop_str_in_output:
             seq.output_text = seq.output_text[:-new_char_count]
-        seq.status, token_id = SequenceStatus.FINISHED_STOPPED, seq.get_last_token_id()
+        seq.status = SequenceStatus.FINISHED_STOPPED
+        token_id = seq.get_last_token_id()
         is_eos = not params.ignore_eos and token_id == seq.eos_token_id
         seq.stop_reason = None if is_eos else token_id
 
@@ -168,9 +169,9 @@ class SingleStepOutputProcessor:
         "Pair samples with sequences; a parent's further samples make children."
         pairs, seen = [], set()
         for sample in samples:
-            seq, parent_id = group.seqs_dict[sample.parent_seq_id], sample.parent_seq_id
-            if parent_id in seen: seq = self._fork(group, seq)
-            seen.add(parent_id)
+            seq = group.seqs_dict[sample.parent_seq_id]
+            if seq.seq_id in seen: seq = self._fork(group, seq)
+            seen.add(sample.parent_seq_id)
             pairs.append((seq, sample))
         return pairs
 
@@ -222,21 +223,19 @@ def pick_sequences(
     group: SequenceGroup,
 ) -> list[Sequence]: # empty: nothing to see
     "The sequences that an output shows now, in the order of their indices."
-    params, finished = group.sampling_params, group.is_finished()
+    params, kind = group.sampling_params, group.sampling_params.output_kind
     ranked = (params.best_of or params.n) > params.n
-    # Who is best is known at the end.
-    if not finished and (ranked or params.output_kind is RequestOutputKind.FINAL_ONLY):
-        return []
-    if ranked:
-        best = sorted(group.seqs, key=Sequence.get_cumulative_logprob, reverse=True)
-        return best[:params.n]
-    if params.output_kind is not RequestOutputKind.DELTA: return group.seqs
+    if ranked or kind is RequestOutputKind.FINAL_ONLY:
+        if not group.is_finished(): return []   # who is best is not known
+    if ranked: return sorted(
+        group.seqs, key=lambda s: -s.get_cumulative_logprob())[:params.n]
+    if kind is not RequestOutputKind.DELTA: return group.seqs
     return [seq for seq in group.seqs if _has_news(seq)]
 
 def _has_news(seq):
-    # No token yet, a new one, or an end without one.
-    num_tokens, cut_off = seq.get_output_len(), SequenceStatus.FINISHED_ABORTED
-    return not num_tokens or num_tokens > seq._num_returned_tokens or seq.status >= cut_off
+    num_tokens = seq.get_output_len()
+    if not num_tokens or num_tokens > seq._num_returned_tokens: return True
+    return seq.status >= SequenceStatus.FINISHED_ABORTED   # no token came
 
 # %% ../../nbs/27_v0_output_processor.ipynb #make-completion
 def make_completion(
@@ -246,7 +245,8 @@ def make_completion(
 ) -> CompletionOutput:      # with lists of its own
     "What the user may see of one sequence now."
     delta = params.output_kind is RequestOutputKind.DELTA
-    text = seq.get_output_text_to_return(params.output_text_buffer_length, delta)
+    text = seq.get_output_text_to_return(
+        params.output_text_buffer_length, delta)
     token_ids = seq.get_output_token_ids_to_return(delta)
     logprobs = cumulative = None
     if params.logprobs is not None:
@@ -265,7 +265,8 @@ def make_request_output(
     if not seqs: return None
     delta = params.output_kind is RequestOutputKind.DELTA
     # A stream says the prompt once: with the first tokens.
-    tell_prompt = not (delta and any(s._num_returned_tokens for s in group.seqs))
+    began = any(s._num_returned_tokens for s in group.seqs)
+    tell_prompt = not (delta and began)
     ranked = len(seqs) < len(group.seqs) and not delta
     completions = [make_completion(seq, i if ranked else seq.data.index, params)
                    for i, seq in enumerate(seqs)]

@@ -93,7 +93,8 @@ class OutputQueue:
                 data.seq_group_metadata_list, data.seq_groups, output.outputs):
             if group.is_finished(): continue
             if data.is_first: count_computed(group, told, self.is_multi_step)
-            if told.do_sample: self.output_processor.append_token(group, one.samples[0])
+            if not told.do_sample: continue
+            self.output_processor.append_token(group, one.samples[0])
 
     def process(self,
         request_id: str | None = None, # None: everybody
@@ -126,7 +127,8 @@ class OutputQueue:
             count_computed(group, told, self.is_multi_step)
         processor = self.output_processor
         processor.process_prompt_logprob(group, outputs[0])
-        if told.do_sample: processor.process_outputs(group, outputs, data.is_async)
+        if told.do_sample:
+            processor.process_outputs(group, outputs, data.is_async)
         note_times(group, now)
         if show or group.is_finished(): self.show(group)
 
