@@ -280,10 +280,11 @@ def some_page_says(*words: str) -> bool:
                for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    "A tiny model whose prompts are computed in chunks of at most 64 tokens."
-    return LLM(make_folder(tmp_path_factory.mktemp("tiny")), **ARGS, max_num_batched_tokens=64)
+@pytest.fixture(scope="module", params=["v1", "v0"])
+def llm(request, tmp_path_factory):
+    "A tiny model whose prompts are computed in chunks of at most 64 tokens, on each engine."
+    return LLM(make_folder(tmp_path_factory.mktemp("tiny")), request.param, **ARGS, max_num_batched_tokens=64,
+               enable_chunked_prefill=True, enable_prefix_caching=True)
 
 
 # 1. Scheduler ----------------------------------------------------------------------
@@ -350,7 +351,7 @@ def test_vllm_metal_200_a_prompt_longer_than_a_step_does_not_wait_for_ever(llm):
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(2048\) .* max_model_len \(3000\)"):
         SchedulerConfig(max_num_batched_tokens=2048, max_model_len=3000, enable_chunked_prefill=False)
     assert SchedulerConfig(max_model_len=3000).max_num_batched_tokens == 3000   # by default it fits
-    # V1 always cuts: three times the budget, and it comes to an end.
+    # V1 always cuts, V0 if it is asked to: three times the budget, and it comes to an end.
     assert llm.vllm_config.scheduler_config.max_num_batched_tokens == 64
     out, = llm.generate([[7] * 200], greedy(3), **quick)
     assert len(out.outputs[0].token_ids) == 3

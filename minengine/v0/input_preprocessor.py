@@ -87,8 +87,8 @@ class InputPreprocessor:
         "Check and tokenise a request."
         self._check(request_id, params, lora_request, priority)
         model, params = self.vllm_config.model_config, params.clone()
-        check_supported(params, self.vllm_config.scheduler_config)
         check_limits(params, model.max_logprobs)
+        check_supported(params, self.vllm_config.scheduler_config)
         given = parse_prompt(prompt)
         refuse("v0", "cache_salt", given.get("cache_salt"), "V0's block hashes "
                "have no place for it: use engine 'v1'")

@@ -82,7 +82,9 @@ class PrefillPass(SequenceMoves):
         seqs, unit, num_cached_of = group.get_seqs(status), None, None
         if self.enable_caching:
             unit = self.block_manager.block_size
-            num_cached_of = self.block_manager.get_num_cached_tokens
+            # minengine: scores of a prompt are not cached, so all is computed.
+            if group.sampling_params.prompt_logprobs is None:
+                num_cached_of = self.block_manager.get_num_cached_tokens
         new, cached = count_new_tokens(seqs, num_cached_of)
         if not cut or len(seqs) > 1: return new, cached
         left = plan.budget.remaining_token_budget()

@@ -74,7 +74,8 @@ def make_metadata(
         block_tables[seq.seq_id] = block_manager.get_block_table(seq)
         block_manager.access_all_blocks_in_seq(seq, now)
     computed_block_nums, do_sample = [], True
-    if block_manager.enable_caching:
+    wants_scores = group.sampling_params.prompt_logprobs is not None
+    if block_manager.enable_caching and not wants_scores:
         computed_block_nums = block_manager.get_common_computed_block_ids(seqs)
     if is_prompt := group.is_prefill():
         end = seqs[0].get_num_computed_tokens() + num_tokens
