@@ -520,3 +520,39 @@ def test_priorities_on_v0(tmp_path):
     engine.step = lambda: [order.append(o.request_id) or o for o in step()]
     outputs = llm.generate(PROMPTS, GREEDY, priority=[3, 2, 1, 0], use_tqdm=False)
     assert order.index(outputs[3].request_id) < order.index(outputs[2].request_id) < order.index(outputs[1].request_id)
+
+
+# The same wishes, the same answers
+
+WISHES = dict(
+    repetition=dict(temperature=0, repetition_penalty=1.5), presence=dict(temperature=0, presence_penalty=1.5),
+    frequency=dict(temperature=0, frequency_penalty=1.2), bias=dict(temperature=0, logit_bias={97: 3.0, 98: -5.0}),
+    bad_words=dict(temperature=0, bad_words=["a", "bc"]), allowed=dict(temperature=0, allowed_token_ids=[97, 98, 99], repetition_penalty=1.3),
+    min_tokens=dict(temperature=0, logit_bias={257: 100.0}, min_tokens=5), stop=dict(temperature=0, stop=["a", "e", "i"]),
+    seed=dict(seed=3, temperature=0.9), top=dict(seed=3, top_k=5, top_p=0.7), min_p=dict(seed=9, min_p=0.02, temperature=2.0),
+    scores=dict(temperature=0, logprobs=3, prompt_logprobs=2))
+
+
+@pytest.fixture(scope="module")
+def v1_answers(tmp_path_factory):
+    folder = make_folder(tmp_path_factory.mktemp("both"))
+    v1 = make_llm("v1", folder)
+    return folder, {name: answers_to(v1, wish) for name, wish in WISHES.items()}
+
+
+def answers_to(llm, wish):
+    prompts = ["hello there", "aaaaaaaaaaaaaaaaaaaaaaaaa b", "q"]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=20, **wish), use_tqdm=False)
+    def scores(rows): return rows and [row and {t: round(p.logprob, 4) for t, p in row.items()} for row in rows]
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason, scores(c.logprobs), scores(o.prompt_logprobs)) for o in outputs for c in o.outputs]
+
+
+@pytest.mark.parametrize("options", [
+    dict(), dict(use_async_output_proc=True), dict(num_scheduler_steps=4), dict(enable_chunked_prefill=True, max_num_batched_tokens=16),
+    dict(num_scheduler_steps=3, use_async_output_proc=True, enable_chunked_prefill=True)], ids=str)
+def test_both_engines_obey_the_same_wishes(v1_answers, options):
+    "Penalties, biases, limits, seeds and scores, also within bursts and with late outputs."
+    folder, wanted = v1_answers
+    v0 = make_llm("v0", folder, **options)
+    for name, wish in WISHES.items(): assert answers_to(v0, wish) == wanted[name], name
+    assert_idle(v0)
