@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['PROMPT_TOKENS', 'OUTPUT_TOKENS', 'BLOCK_SIZE', 'BLOCKS_PER_REQUEST', 'make_loaded_scheduler', 'fake_output', 'V0Loop',
            'time_decode_steps', 'bench_scheduler', 'print_row', 'run_transformers', 'run_minengine', 'bench_throughput',
-           'summarise_pairs', 'make_report', 'device_name', 'cpu_name', 'make_parser', 'main']
+           'summarise_pairs', 'PartTimer', 'split_step', 'bench_steps', 'make_report', 'device_name', 'cpu_name',
+           'make_parser', 'main']
 
 # %% ../nbs/91_bench.ipynb #export-imports
 import argparse
@@ -282,6 +283,105 @@ def summarise_pairs(
         "equal_outputs": f"{equal}/{len(outputs)}",
     }
 
+# %% ../nbs/91_bench.ipynb #part-timer
+class PartTimer:
+    "Adds up the time that is spent inside some methods of an engine."
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {} # inner calls included
+
+    def wrap(self,
+        owner: Any, # an object; its method gets a clock
+        name: str,  # of the method, or of a callable attribute
+    ):
+        "Put a clock around a method, under its own name."
+        call = getattr(owner, name)
+        self.seconds[name] = 0.0
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            try: return call(*args, **kwargs)
+            finally: self.seconds[name] += time.perf_counter() - start
+        setattr(owner, name, timed)
+
+    def clear(self):
+        "Forget what was measured, keep the clocks."
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+# %% ../nbs/91_bench.ipynb #split-step
+def _clocks(engine) -> list[tuple[Any, str]]:
+    "What to wrap of an engine: objects and names of methods."
+    if hasattr(engine, "output_queue"):   # V0's
+        worker = engine.executor.driver_worker
+        return [(engine, "step"), (engine.scheduler, "schedule"),
+                (worker, "execute_model"), (worker, "prepare_input"),
+                (worker.model_runner, "run"), (worker.model_runner, "forward"),
+                (engine.output_queue, "add")]
+    core = engine.engine_core.engine_core
+    runner = core.executor.worker.model_runner
+    return [(engine, "step"), (core.scheduler, "schedule"),
+            (runner, "execute_model"), (runner, "run_model"),
+            (core.scheduler, "update_from_output"),
+            (engine.output_processor, "process_outputs")]
+
+def split_step(
+    s: dict[str, float], # seconds by method, from a `PartTimer`
+) -> dict[str, float]:   # seconds by part; together they are the step
+    "Take inner calls out of outer ones."
+    model = s.get("forward", s.get("run_model"))
+    parts = {"schedule": s["schedule"]}
+    if "run" in s: parts |= {
+        "build the step": s["prepare_input"], "model": model,
+        "logits, sampling": s["run"] - model,
+        "tokens to objects": s["execute_model"] - s["prepare_input"] - s["run"],
+        "text and outputs": s["add"]}
+    else: parts |= {
+        "build, logits, sampling": s["execute_model"] - model, "model": model,
+        "update": s["update_from_output"],
+        "text and outputs": s["process_outputs"]}
+    return parts | {"rest": s["step"] - sum(parts.values())}
+
+# %% ../nbs/91_bench.ipynb #bench-steps
+def bench_steps(
+    batches: list[int] = (1, 32),
+    model: str | None = None,   # None: the default model
+    prompt_tokens: int = 64,
+    output_tokens: int = 32,
+    engine: str | list[str] = ("v0", "v1"),
+    **engine_args,              # for `LLM`
+) -> list[dict]:                # one row a part of a decode step
+    "Split decode steps of a running engine into parts, with their shares."
+    from minengine.llm import LLM
+    rows, engines = [], [engine] if isinstance(engine, str) else engine
+    for name, batch in product(engines, batches):
+        llm = LLM(model, engine=name, **engine_args)
+        parts = _time_parts(llm, batch, prompt_tokens, output_tokens)
+        llm.shutdown()
+        for part, seconds in parts.items():
+            rows.append({
+                "engine": name, "batch": batch, "part": part.ljust(23),
+                "us_per_request": round(seconds * 1e6 / batch, 1),
+                "share": round(seconds / sum(parts.values()), 3)})
+            print_row(rows[-1])
+    return rows
+
+def _time_parts(llm, batch, prompt_tokens, output_tokens) -> dict:
+    "Seconds of a decode step, by part."
+    engine, rng, timer = llm.llm_engine, Random(0), PartTimer()
+    vocab_size = llm.vllm_config.model_config.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=output_tokens,
+                            ignore_eos=True)
+    for i in range(batch):
+        prompt = _random_prompt(rng, prompt_tokens, vocab_size)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    for owner, name in _clocks(engine): timer.wrap(owner, name)
+    num_news, num_steps = 0, 0
+    while num_news < 2 * batch: num_news += len(engine.step())
+    timer.clear()
+    while engine.has_unfinished_requests():
+        num_steps += 1
+        engine.step()
+    return split_step({n: s / num_steps for n, s in timer.seconds.items()})
+
 # %% ../nbs/91_bench.ipynb #report
 def make_report(
     name: str,         # which benchmark
@@ -316,7 +416,7 @@ def cpu_name() -> str: # as the system tells it
 
 # %% ../nbs/91_bench.ipynb #make-parser
 def make_parser() -> argparse.ArgumentParser:
-    "Describe the options of both benchmarks."
+    "Describe the options of the benchmarks."
     parser = argparse.ArgumentParser("minengine bench")
     kinds = parser.add_subparsers(dest="kind", required=True)
     scheduler = kinds.add_parser(
@@ -327,17 +427,24 @@ def make_parser() -> argparse.ArgumentParser:
                            default=[1_000, 10_000, 100_000, 1_000_000])
     throughput = kinds.add_parser(
         "throughput", help="tokens per second beside transformers")
-    throughput.add_argument("--model", help="default: SmolLM2-135M-Instruct")
+    steps = kinds.add_parser(
+        "steps", help="where a decode step's time goes, part by part")
+    for kind in (throughput, steps):
+        kind.add_argument("--model", help="default: SmolLM2-135M-Instruct")
+        kind.add_argument("--prompt-tokens", type=int, default=64)
+        kind.add_argument("--output-tokens", type=int, default=32)
     throughput.add_argument("--batch", type=int, nargs="+", dest="batches",
                             default=[1, 8, 32])
-    throughput.add_argument("--prompt-tokens", type=int, default=64)
-    throughput.add_argument("--output-tokens", type=int, default=32)
+    steps.add_argument("--batch", type=int, nargs="+", dest="batches",
+                       default=[1, 32])
+    steps.add_argument("--engine", nargs="+", default=["v0", "v1"])
     scheduler.add_argument("--engine", nargs="+", default=["v1"],
                            help="v0, v1, or both in one run")
     scheduler.add_argument("--prefix-caching", nargs="+", default=["off", "on"])
     throughput.add_argument("--engine", default="v1", help="v0 or v1")
     for kind in (scheduler, throughput):
         kind.add_argument("--repeats", type=int, default=3)
+    for kind in (scheduler, throughput, steps):
         kind.add_argument("--json", type=Path, metavar="PATH")
     return parser
 
@@ -348,7 +455,8 @@ def main(
     "Run one benchmark; print its rows, write them with `--json`."
     args = vars(make_parser().parse_args(argv))
     kind, path = args.pop("kind"), args.pop("json")
-    run = {"scheduler": bench_scheduler, "throughput": bench_throughput}[kind]
+    run = {"scheduler": bench_scheduler, "throughput": bench_throughput,
+           "steps": bench_steps}[kind]
     report = make_report(kind, run(**args))
     if path: path.write_text(json.dumps(report, indent=1) + "\n")
     return 0
