@@ -59,10 +59,13 @@ def next_model_input(
     num_rows: int,               # of the next step, padding included
     block_size: int,
     sampling: SamplingMetadata | None = None, # of the next step
+    last_position: int | None = None, # of the window; None: no limit
 ) -> ModelInput:
     "Make the next step's input from the last one's, without any list."
     num_seqs, last = model_input.num_seqs, model_input.attn_metadata
     positions, rest = last.seq_lens[:num_seqs].long(), num_rows - num_seqs
+    # A burst may run past the window; what it draws there is thrown away.
+    if last_position is not None: positions = positions.clamp(max=last_position)
     return ModelInput(
         pad(token_ids.int(), (0, rest)), pad(positions, (0, rest)),
         advance_metadata(last, num_seqs, num_rows, block_size), num_seqs,
@@ -181,7 +184,8 @@ class MultiStepModelRunner:
         num_rows = base.num_decode_rows(
             last.num_seqs, last.attn_metadata.max_seq_len + 1)
         burst.model_input = next_model_input(
-            last, burst.token_ids, num_rows, base.block_size, burst.sampling)
+            last, burst.token_ids, num_rows, base.block_size, burst.sampling,
+            base.vllm_config.model_config.max_model_len - 1)
 
     def _keep(self, burst, sampled, scores):
         metadata, ready = burst.model_input.sampling_metadata, None
