@@ -39,8 +39,11 @@ BATCHES = {
     "mixed": lambda b, g: ([many(g), 1, 0, 3], [many(g), 67, 5, b]),
 }
 
-# Kernels that may spill registers, with the reason: none so far.
-MAY_SPILL = {}
+# No kernel may spill registers in a loop. Outside of loops these may, each for
+# a reason; variants off the representative list may do so up to a limit.
+SET_ASIDE = "a few numbers, stored once at the start of a program and loaded once at its end"
+MAY_SPILL = {(80, "prefill 128 x8 fp32 block 16"): SET_ASIDE}
+MAY_SET_ASIDE_BYTES = 32
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}   # of a program, by architecture
 
 
@@ -276,10 +279,12 @@ def test_edges_in_the_interpreter():
     run("addresses")
 
 
-def check_reports(rows, arch):
+def check_reports(rows, arch, may_spill=0):
     for row in rows:
         name = row["kernel"]
-        assert not row["spill_bytes"] or name in MAY_SPILL, f"{name} spills {row['spill_bytes']} bytes on sm_{arch}"
+        assert not row["loop_spills"], f"{name} spills in a loop on sm_{arch}: {row['spill_bytes']} bytes"
+        limit = MAY_SET_ASIDE_BYTES if (arch, name) in MAY_SPILL else may_spill
+        assert row["spill_bytes"] <= limit, f"{name} spills {row['spill_bytes']} bytes on sm_{arch}"
         assert row["shared_bytes"] <= SHARED_BYTES[arch], f"{name}: {row['shared_bytes']} bytes of shared memory"
         if name.startswith(("combine", "write")): continue
         assert row["wide_copies"] >= 4, f"{name}: keys and values do not travel in 16-byte copies"
@@ -294,8 +299,9 @@ def test_compiles_without_spills(arch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", (80, 90))
-def test_many_variants_compile_without_spills(arch):
-    check_reports(run("compile", "--arch", str(arch), "--full", interpret=False), arch)
+def test_many_variants_compile_without_spills_in_loops(arch):
+    rows = run("compile", "--arch", str(arch), "--full", interpret=False)
+    check_reports(rows, arch, may_spill=MAY_SET_ASIDE_BYTES)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ class Tile:
 _TILES = {
     (80, 2, "decode"): {64: Tile(16, 64, 4, 5), 128: Tile(16, 64, 4, 5),
                         256: Tile(16, 32, 4, 5)},
-    (80, 2, "drafts"): {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3),
+    (80, 2, "drafts"): {64: Tile(64, 32, 4, 3), 128: Tile(64, 32, 4, 3),
                         256: Tile(64, 32, 8, 3)},
     (80, 2, "prefill"): {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3),
                          256: Tile(64, 32, 8, 3)},
@@ -291,22 +291,38 @@ class KernelReport:
     kernel: str         # name and variant
     registers: int      # per thread, of 255
     spill_bytes: int    # per thread, pushed out of registers into memory
+    loop_spills: int    # instructions that do so inside a loop
     shared_bytes: int   # shared memory of a program
     matrix_unit: str    # "wgmma" or "mma"; "-" for plain arithmetic
     wide_copies: int    # asynchronous 16-byte copies in the code
 
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    "(registers, stack bytes) per thread of a compiled kernel."
+# %% ../../nbs/09_triton_attention.ipynb #loop-spills
+def _loop_spills(machine_code: str) -> int:
+    "Count the loads and stores of local memory between a label and a jump back."
+    labels, spills, loops = {}, [], []
+    for i, line in enumerate(machine_code.splitlines()):
+        label = re.match(r"(\.L_\w+):", line.strip())
+        jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        if label: labels[label[1]] = i
+        if jump and jump[1] in labels: loops.append((labels[jump[1]], i))
+        if re.search(r"\b(LDL|STL)\b", line): spills.append(i)
+    return sum(any(first < i < last for first, last in loops) for i in spills)
+
+def _resource_usage(cubin: bytes) -> tuple[int, int, int]:
+    "(registers, spilled bytes, spill instructions in loops) of a compiled kernel."
     import triton
+    tools = triton.knobs.nvidia
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True,
-                              check=True).stdout
-    # Triton's kernels keep no arrays: whatever is on the stack was spilled.
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return int(found[1]), int(found[2])
+        ask = lambda *command: subprocess.run([*command, file.name], text=True,
+                                              capture_output=True, check=True).stdout
+        usage = ask(tools.cuobjdump.path, "-res-usage")
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        # Triton's kernels keep no arrays: whatever is on the stack was spilled.
+        registers, stack_bytes = int(found[1]), int(found[2])
+        if not stack_bytes: return registers, 0, 0
+        return registers, stack_bytes, _loop_spills(ask(tools.nvdisasm.path, "-c"))
 
 # %% ../../nbs/09_triton_attention.ipynb #signature
 _NUMBER = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -338,9 +354,8 @@ def _compile(kernel, name: str, arch: int, dtype: torch.dtype, constants: dict,
     code = compiled.asm["ptx"]
     units = [unit for unit, mark in (("wgmma", "wgmma.mma"), ("mma", "mma.sync"))
              if mark in code]
-    registers, stack_bytes = _resource_usage(compiled.asm["cubin"])
-    return KernelReport(name, registers, stack_bytes, compiled.metadata.shared,
-                        units[0] if units else "-",
+    return KernelReport(name, *_resource_usage(compiled.asm["cubin"]),
+                        compiled.metadata.shared, units[0] if units else "-",
                         len(re.findall(r"cp\.async\.cg[^;]*, 0x10", code)))
 
 # %% ../../nbs/09_triton_attention.ipynb #variants
