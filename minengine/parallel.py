@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PACK_ROWS', 'divide', 'allowed_tensor_parallel_sizes', 'check_tensor_parallel_size', 'TensorParallelGroup',
            'set_tensor_parallel_group', 'tensor_parallel_group', 'get_tensor_parallel_group',
-           'get_tensor_model_parallel_rank', 'get_tensor_model_parallel_world_size', 'can_pack', 'LinearBase',
-           'ColumnParallelLinear', 'MergedColumnParallelLinear', 'QKVParallelLinear', 'RowParallelLinear',
-           'VocabParallelEmbedding', 'ParallelLMHead']
+           'get_tensor_model_parallel_rank', 'get_tensor_model_parallel_world_size', 'can_pack', 'pack_weight',
+           'packed_linear', 'LinearBase', 'ColumnParallelLinear', 'MergedColumnParallelLinear', 'QKVParallelLinear',
+           'RowParallelLinear', 'VocabParallelEmbedding', 'ParallelLMHead']
 
 # %% ../nbs/11_parallel.ipynb #export-imports
 from contextlib import contextmanager
@@ -163,6 +163,21 @@ def can_pack(
     return (suits and torch.backends.mkldnn.is_available()
             and _pack_weight is not None and _packed_linear is not None)
 
+def pack_weight(
+    weight: Tensor, # [out, in]; `can_pack` says yes
+) -> Tensor:        # the same numbers in oneDNN's own layout
+    "Lay a weight out for this CPU."
+    return _pack_weight(weight.detach(), PACK_ROWS)
+
+def packed_linear(
+    x: Tensor,               # [..., in]
+    packed: Tensor,          # from `pack_weight`
+    bias: Tensor | None,     # [out]
+    activation: str = "none", # what oneDNN applies to the result: "swish" is silu
+) -> Tensor:                 # [..., out]
+    "`activation(x @ weight.T + bias)`."
+    return _packed_linear(x, packed, bias, activation, [], "")
+
 # %% ../nbs/11_parallel.ipynb #linear-base
 class LinearBase(nn.Module):
     "`x @ weight.T + bias` on one rank's part of a weight, packed or plain."
@@ -191,7 +206,7 @@ class LinearBase(nn.Module):
     ):
         "Pack the weight where possible; the plain copy is dropped."
         if not pack or self.packed or not can_pack(self.weight): return
-        self.packed_weight = _pack_weight(self.weight.detach(), PACK_ROWS)
+        self.packed_weight = pack_weight(self.weight)
         self.weight = None
 
     def forward(self,
@@ -199,8 +214,7 @@ class LinearBase(nn.Module):
     ) -> Tensor:   # [..., output_size]
         "Multiply."
         if self.packed_weight is not None:
-            return _packed_linear(x, self.packed_weight, self.bias,
-                                  "none", [], "")
+            return packed_linear(x, self.packed_weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 # %% ../nbs/11_parallel.ipynb #column

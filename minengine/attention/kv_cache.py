@@ -7,8 +7,8 @@ __all__ = ['slot_mapping', 'make_kv_cache', 'kv_cache_block_bytes', 'write_kv', 
 
 # %% ../../nbs/05_kv_cache.ipynb #export-imports
 import math
+from mmap import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,10 +30,11 @@ def slot_mapping(
 # %% ../../nbs/05_kv_cache.ipynb #lazy-zeros
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     "Zeros on the CPU that take no memory until they are written."
-    # The system hands out fresh pages as zeros; torch.zeros would write all.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
-    return memory.view(dtype).view(shape)
+    # The system hands out fresh pages as zeros; torch.zeros would write all,
+    # and NumPy's ask for pages of 2 MB, which are slow to find once memory is
+    # in pieces: a long prompt would wait for each.
+    memory = mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 # %% ../../nbs/05_kv_cache.ipynb #make-kv-cache
 def make_kv_cache(

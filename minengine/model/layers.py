@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROPE_TYPES', 'rms_norm', 'RMSNorm', 'QKNorm', 'apply_rotary', 'inverse_frequencies', 'rope_parameters',
-           'RotaryEmbedding', 'get_rope', 'SiluAndMul', 'MLP']
+           'RotaryEmbedding', 'get_rope', 'SiluAndMul', 'GateUpLinear', 'MLP']
 
 # %% ../../nbs/12_layers.ipynb #export-imports
 import math
@@ -18,6 +18,9 @@ from torch.nn import functional as F
 
 from ..parallel import MergedColumnParallelLinear
 from ..parallel import RowParallelLinear
+from ..parallel import can_pack
+from ..parallel import pack_weight
+from ..parallel import packed_linear
 
 # %% ../../nbs/12_layers.ipynb #rms-norm-function
 def rms_norm(
@@ -27,13 +30,10 @@ def rms_norm(
     eps: float,            # keeps the root away from zero
 ) -> Tensor:               # like `x`
     "Divide by the root of the mean square, in float32 whatever the dtype."
-    if x.dtype == torch.float32:   # the same bits as the lines below, faster
-        if weight is None or weight.dim() == 1:
-            return F.rms_norm(x, (size,), weight, eps)
-        return F.rms_norm(x, (size,), None, eps) * weight
     y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return y.to(x.dtype) if weight is None else weight * y.to(x.dtype)
+    y = y * (y * y).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if weight is None: return y.to(x.dtype)
+    return y.to(x.dtype).mul_(weight)
 
 # %% ../../nbs/12_layers.ipynb #rms-norm
 class RMSNorm(nn.Module):
@@ -101,9 +101,14 @@ def apply_rotary(
     sin: Tensor, # [num_tokens, 1, head_dim], its first half negated
 ) -> Tensor:     # like `x`, contiguous
     "Turn number i of a head together with number i + head_dim / 2."
-    swapped = x.roll(x.shape[-1] // 2, -1)   # the second half first
-    if x.dtype == torch.float32: return (x * cos).addcmul_(swapped, sin)
-    return x * cos + swapped * sin   # rounds after each step, as transformers
+    if x.dtype != torch.float32:   # rounds after each step, as transformers
+        return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    turned = x * cos
+    (a, b), (sin_a, sin_b) = x.chunk(2, -1), sin.chunk(2, -1)
+    turned_a, turned_b = turned.chunk(2, -1)
+    turned_a.addcmul_(b, sin_a)
+    turned_b.addcmul_(a, sin_b)
+    return turned
 
 # %% ../../nbs/12_layers.ipynb #inverse-frequencies
 def inverse_frequencies(
@@ -271,6 +276,38 @@ class SiluAndMul(nn.Module):
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+# %% ../../nbs/12_layers.ipynb #gate-up
+class GateUpLinear(MergedColumnParallelLinear):
+    "Gate and up on one input, and the product of both."
+
+    def __init__(self,
+        hidden_size: int,        # numbers in
+        intermediate_size: int,  # numbers out, over all ranks
+        bias: bool = False,
+        dtype: torch.dtype | None = None, # None: PyTorch's default
+    ):
+        super().__init__(hidden_size, [intermediate_size] * 2, bias, dtype)
+        self.packed_gate, self.act_fn = None, SiluAndMul()
+
+    def process_weights_after_loading(self,
+        pack: bool = True, # False: leave everything as it is
+    ):
+        "Pack gate and up one by one; the plain copy is dropped."
+        if not pack or self.packed or not can_pack(self.weight): return
+        gate, up = self.weight.detach().chunk(2)
+        self.packed_gate, self.packed_weight = pack_weight(gate), pack_weight(up)
+        self.weight = None
+
+    def forward(self,
+        x: Tensor, # [..., hidden_size]
+    ) -> Tensor:   # [..., intermediate_size], of this rank
+        "`silu(gate) * up`."
+        if not self.packed: return self.act_fn(super().forward(x))
+        gate_bias, up_bias = (None, None) if self.bias is None else (
+            self.bias.chunk(2))
+        gate = packed_linear(x, self.packed_gate, gate_bias, "swish")
+        return gate.mul_(packed_linear(x, self.packed_weight, up_bias))
+
 # %% ../../nbs/12_layers.ipynb #mlp
 class MLP(nn.Module):
     "Up to a wider space, through a gate, and down again."
@@ -282,14 +319,13 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None, # None: PyTorch's default
     ):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size] * 2, bias, dtype)
-        self.act_fn = SiluAndMul()
+        self.gate_up_proj = GateUpLinear(
+            hidden_size, intermediate_size, bias, dtype)
         self.down_proj = RowParallelLinear(
             intermediate_size, hidden_size, bias, dtype)
 
     def forward(self,
         x: Tensor, # [..., hidden_size]
     ) -> Tensor:   # the same shape
-        "Gate and up in one multiplication, then down."
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        "Gate and up, their product, then down."
+        return self.down_proj(self.gate_up_proj(x))

@@ -25,6 +25,7 @@ from ..model.memory import measure_gpu_peak
 from ..model.memory import model_bytes
 from ..model.memory import model_dtype
 from ..model.memory import swap_space_bytes
+from ..model.memory import take_device
 from .model_runner import ModelInput
 from .model_runner import ModelRunner
 from .multi_step import MultiStepModelRunner
@@ -89,13 +90,7 @@ class WorkerBase:
     def init_device(self):
         "Take the device; raises `ValueError` if there is no such GPU."
         kind = self.vllm_config.device_config.device
-        if kind == "cuda":
-            num_gpus = torch.cuda.device_count()
-            if self.local_rank >= num_gpus: raise ValueError(
-                f"rank {self.local_rank} needs a GPU of its own, "
-                f"{num_gpus} are there")
-            torch.cuda.set_device(self.local_rank)
-        self.device = torch.device(kind)
+        self.device = take_device(kind, self.local_rank)
         self.summary["device"] = kind
 
     def load_model(self):

@@ -17,6 +17,7 @@ from ...model.memory import gpu_kv_cache_bytes
 from ...model.memory import measure_gpu_peak
 from ...model.memory import model_bytes
 from ...model.memory import model_dtype
+from ...model.memory import take_device
 from ..core.scheduler_output import SchedulerOutput
 from ..messages import ModelRunnerOutput
 from .model_runner import ModelRunner
@@ -37,13 +38,7 @@ class Worker:
     def init_device(self):
         "Take the device; raises `ValueError` if there is no such GPU."
         kind = self.vllm_config.device_config.device
-        if kind == "cuda":
-            num_gpus = torch.cuda.device_count()
-            if self.local_rank >= num_gpus: raise ValueError(
-                f"rank {self.local_rank} needs a GPU of its own, "
-                f"{num_gpus} are there")
-            torch.cuda.set_device(self.local_rank)
-        self.device = torch.device(kind)
+        self.device = take_device(kind, self.local_rank)
         self.summary["device"] = kind
 
     def load_model(self):
