@@ -322,11 +322,16 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     distributed_executor_backend: str | None = None
+    enable_multiprocessing: bool | None = None  # V1: its core in a process of
+                                      # its own; None: only for a server
     disable_log_stats: bool = True
     use_tqdm_on_load: bool = True
 
     def __post_init__(self):
         check_choice("engine", self.engine, ("v0", "v1"))
+        if self.engine == "v0" and self.enable_multiprocessing:
+            raise ValueError("enable_multiprocessing=True is V1's: V0's engine "
+                             "and its driver worker live in one process")
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("generation_config", self.generation_config,
                      ("auto", "vllm"))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LogprobsOnePosition', 'SampleLogprobs', 'PromptLogprobs', 'Logprob', 'CompletionOutput', 'RequestMetrics',
-           'RequestOutput']
+           'RequestOutput', 'EngineDeadError']
 
 # %% ../nbs/03_outputs.ipynb #export-imports
 from dataclasses import dataclass
@@ -61,3 +61,7 @@ class RequestOutput:
     finished: bool                       # all of them have ended
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None # prompt tokens found in the cache
+
+# %% ../nbs/03_outputs.ipynb #engine-dead-error
+class EngineDeadError(RuntimeError):
+    "The engine has died; it answers nobody any more."
