@@ -10,7 +10,8 @@ from minengine.model.memory import fit_max_model_len
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.tokenizer import ByteTokenizer
 from minengine.v1.engine.core import EngineCore
-from minengine.v1.engine.core_client import EngineCoreClient, InprocClient, make_client
+from minengine.v1.engine.core_client import (
+    AsyncEngineCoreClient, AsyncInprocClient, EngineCoreClient, InprocClient, make_client)
 from minengine.v1.engine.llm_engine import LLMEngineV1
 from minengine.v1.messages import EngineCoreRequest, FinishReason
 
@@ -218,9 +219,10 @@ def test_client_is_the_core_behind_an_interface():
     assert client.engine_core.executor.closed == 1
 
 
-@pytest.mark.parametrize("modes", [(True, False), (True, True), (False, True)])
-def test_other_modes_say_what_they_wait_for(modes):
-    with pytest.raises(NotImplementedError, match="the page on processes"): make_client(*modes, make_config(), ToyExecutor)
+def test_asyncio_mode_is_another_interface():
+    client = make_client(False, True, make_config(), ToyExecutor)
+    assert isinstance(client, AsyncInprocClient) and isinstance(client, AsyncEngineCoreClient)
+    client.shutdown()
 
 
 # The engine around it
