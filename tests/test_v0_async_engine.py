@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from v0_front import assert_at_rest, make_engine
 
-from minengine.outputs import CompletionOutput, RequestOutput
+from minengine.outputs import CompletionOutput, EngineDeadError, RequestOutput
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.v0.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine, AsyncStream, RequestTracker
 
@@ -93,14 +93,14 @@ def test_a_stream_ends_once():
     async def main():
         cancelled = []
         stream = AsyncStream("r", cancelled.append)
-        for item in (1, 2): stream.put(item)
-        stream.finish(), stream.finish(ValueError()), stream.put(3)
-        assert [o async for o in stream.generator()] == [1, 2] and cancelled == []
+        for text in "12": stream.put(output(text))
+        stream.finish(), stream.finish(ValueError()), stream.put(output("3"))
+        assert [o.request_id async for o in stream.generator()] == ["1", "2"] and cancelled == []
         stream = AsyncStream("r", cancelled.append)
-        stream.put(1), stream.finish(ValueError("bad"))
+        stream.put(output("r")), stream.finish(ValueError("bad"))
         with pytest.raises(ValueError, match="bad"): [o async for o in stream.generator()]
         stream = AsyncStream("r", cancelled.append)
-        stream.put(1)
+        stream.put(output("r"))
         reader = stream.generator()
         async for _ in reader: break
         await reader.aclose()
@@ -193,13 +193,53 @@ def test_vllm_output_kinds(use_async):
 
 def test_vllm_cancellation():
     async def main():
-        engine, i = AsyncLLMEngine(slowed(make_engine())), 0
-        with pytest.raises(asyncio.CancelledError):
-            async for _ in engine.generate("abc", params(13), "r"):
-                i += 1
-                if i == 5: await engine.abort("r")
-        assert i == 5
+        # 0.7.3's reader gets CancelledError; ours a last output, as V1's does.
+        engine, seen = AsyncLLMEngine(slowed(make_engine())), []
+        async for out in engine.generate("abc", params(13), "r"):
+            seen.append(out.outputs[0])
+            if len(seen) == 5: await engine.abort("r")
+        assert [c.finish_reason for c in seen] == [None] * 5 + ["abort"] and out.finished
+        assert seen[5].token_ids == seen[4].token_ids and out.prompt_token_ids == [97, 98, 99]
         await settled(engine)
+        engine.shutdown()
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_abort_by_name_ends_the_reader_with_a_last_output(kind):
+    async def main():
+        engine, stream = AsyncLLMEngine(slowed(make_engine())), []
+        async def read():
+            async for out in engine.generate("abc", params(50, n=2, output_kind=kind), "r"): stream.append(out)
+        reader = asyncio.create_task(read())
+        while not engine.engine.has_unfinished_requests() or (kind is not FINAL_ONLY and len(stream) < 3):
+            await asyncio.sleep(0.001)
+        await engine.abort("r")
+        await engine.abort("r"), await engine.abort("nobody")
+        await asyncio.wait_for(reader, 5)
+        last = stream[-1]
+        assert last.finished and [(c.index, c.finish_reason) for c in last.outputs] == [(0, "abort"), (1, "abort")]
+        if kind is CUMULATIVE: assert [c.text for c in last.outputs] == [c.text for c in stream[-2].outputs]
+        else: assert [c.text for c in last.outputs] == ["", ""]
+        await settled(engine)
+        # Before the loop has heard of it.
+        reader = asyncio.create_task(collect(engine, "new", output_kind=kind))
+        await asyncio.sleep(0)
+        await engine.abort("new")
+        only, = await reader
+        assert only.finished and only.prompt_token_ids == [] and only.outputs[0].finish_reason == "abort"
+        engine.shutdown()
+    asyncio.run(main())
+
+
+def test_a_delta_does_not_end_an_answer_twice():
+    async def main():
+        engine, ends = AsyncLLMEngine(slowed(make_engine())), []
+        wish = SamplingParams(n=2, max_tokens=20, stop=["d"], output_kind=DELTA)   # "defg…", "efgh…"
+        async for out in engine.generate("abc", wish, "r"):
+            ends += [(c.index, c.finish_reason) for c in out.outputs if c.finish_reason]
+            if ends == [(0, "stop")]: await engine.abort("r")
+        assert ends == [(0, "stop"), (1, "abort")]
         engine.shutdown()
     asyncio.run(main())
 
@@ -242,7 +282,7 @@ def test_field_vllm8393_two_requests_under_one_name():
     async def main():
         engine = AsyncLLMEngine(make_engine())
         first, second = await asyncio.gather(collect(engine, "r"), collect(engine, "r"), return_exceptions=True)
-        assert len(first) == 32 and isinstance(second, KeyError)
+        assert len(first) == 32 and isinstance(second, ValueError)
         assert len(await collect(engine, "r")) == 32   # free again
         engine.shutdown()
     asyncio.run(main())
@@ -265,7 +305,8 @@ def test_a_failed_step_ends_all_streams_and_the_engine():
         while not engine.engine.executor.requests: await asyncio.sleep(0.001)
         engine.engine.executor.fail_with = RuntimeError("out of memory")
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [str(r) for r in results] == ["out of memory"] * 2 and engine.errored and not engine.is_running
+        assert [type(r) for r in results] == [AsyncEngineDeadError] * 2 and "out of memory" in str(results[0])
+        assert isinstance(results[0], EngineDeadError) and str(engine.dead_error.__cause__) == "out of memory" and engine.errored and not engine.is_running
         for call in (collect(engine, "c"), engine.check_health()):
             with pytest.raises(AsyncEngineDeadError, match="out of memory"): await call
         engine.shutdown()
@@ -276,7 +317,7 @@ def test_a_step_that_hangs_is_a_failure():
     async def main():
         engine, released = AsyncLLMEngine(make_engine(), step_timeout_s=0.1), threading.Event()
         engine.engine.executor.execute_model = lambda request: released.wait(5)
-        with pytest.raises(TimeoutError): await collect(engine)
+        with pytest.raises(AsyncEngineDeadError, match="longer than 0.1 s"): await collect(engine)
         with pytest.raises(AsyncEngineDeadError): await engine.check_health()
         engine.shutdown()
         released.set()
@@ -313,6 +354,48 @@ def test_one_engine_in_two_event_loops():
         await settled(engine)
         engine.shutdown()
     asyncio.run(second())
+
+
+def test_what_a_server_asks():
+    async def main():
+        engine = AsyncLLMEngine(make_engine())
+        assert engine.engine_name == "v0" and engine.dead_error is None and engine.stat_loggers == []
+        assert engine.vllm_config is engine.engine.vllm_config
+        assert await engine.get_model_config() is engine.vllm_config.model_config
+        assert await engine.get_tokenizer() is engine.engine.tokenizer
+        assert await engine.reset_prefix_cache() in (True, False)
+        await engine.check_health()
+        engine.shutdown()
+    asyncio.run(main())
+
+
+def test_health_waits_for_a_step_but_not_for_ever():
+    async def main():
+        engine, entered, released = AsyncLLMEngine(make_engine()), threading.Event(), threading.Event()
+        real = engine.engine.executor.execute_model
+        def slow(request):
+            entered.set()
+            released.wait(5)
+            return real(request)
+        engine.engine.executor.execute_model = slow
+        task = asyncio.create_task(collect(engine, max_tokens=2))
+        while not entered.is_set(): await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError): await engine.check_health(timeout_s=0.02)
+        released.set()
+        await engine.check_health(timeout_s=5)
+        assert len(await task) == 2
+        engine.shutdown()
+    asyncio.run(main())
+
+
+def test_shutdown_ends_those_who_wait():
+    async def main():
+        engine = AsyncLLMEngine(slowed(make_engine()))
+        task = asyncio.create_task(collect(engine, max_tokens=50))
+        while not engine.engine.has_unfinished_requests(): await asyncio.sleep(0.001)
+        engine.shutdown()
+        with pytest.raises(AsyncEngineDeadError, match="shut down"): await asyncio.wait_for(task, 5)
+    asyncio.run(main())
 
 
 def test_after_shutdown():
