@@ -48,6 +48,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     time_in_queue: float | None = None         # from queued to scheduled
+    time_to_first_token: float | None = None   # from arrival, by wall clock
 
 # %% ../nbs/03_outputs.ipynb #request-output
 @dataclass

@@ -25,6 +25,7 @@ from .stats import IterationStats
 from .stats import note_times
 from ..messages import EngineCoreOutput
 from ..messages import EngineCoreRequest
+from ..messages import FinishReason
 
 # %% ../../../nbs/60_v1_output_processor.ipynb #child-params
 def child_params(
@@ -52,7 +53,7 @@ def merge_metrics(
         parts[0].arrival_time, pick(min, "first_scheduled_time"),
         pick(min, "first_token_time"), pick(max, "last_token_time"),
         pick(max, "finished_time") if finished else None,
-        pick(min, "time_in_queue"))
+        pick(min, "time_in_queue"), pick(min, "time_to_first_token"))
 
 # %% ../../../nbs/60_v1_output_processor.ipynb #parent-request
 class ParentRequest:
@@ -90,6 +91,14 @@ class ParentRequest:
             [c.completion(delta) for c in shown], finished,
             merge_metrics([c.metrics for c in self.children], finished),
             self.num_cached_tokens)
+
+    def abort(self) -> RequestOutput: # the last one
+        "End every answer that has not ended, as it stands."
+        unfinished = [c for c in self.children if not c.finished]
+        for child in unfinished:
+            child.finish_reason = FinishReason.ABORT
+            child.metrics.finished_time = time.monotonic()
+        return self.make_output(unfinished)
 
     def _prompt_logprobs(self, delta):
         found = self.children[0].logprobs.prompt_logprobs
@@ -140,11 +149,12 @@ class OutputProcessor:
     def process_outputs(self,
         outputs: list[EngineCoreOutput], # of one step
         timestamp: float | None = None,  # of the core, when it ended; None: now
+        stats: IterationStats | None = None, # of its part so far; None: no part
     ) -> OutputProcessorOutput:
         "Take a step's outputs in; an error ends the request it happened in."
         now = time.monotonic() if timestamp is None else timestamp
         result = OutputProcessorOutput([], [])
-        if self.log_stats: result.iteration_stats = IterationStats()
+        if self.log_stats: result.iteration_stats = stats or IterationStats()
         changed: dict[str, list[RequestState]] = {}
         for output in outputs:
             state = self.request_states.get(output.request_id)

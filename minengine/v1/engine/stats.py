@@ -32,7 +32,9 @@ def note_times(
             if state.queued_time is not None:
                 metrics.time_in_queue = event.timestamp - state.queued_time
     if output.new_token_ids:
-        if metrics.first_token_time is None: metrics.first_token_time = now
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            metrics.time_to_first_token = time.time() - metrics.arrival_time
         metrics.last_token_time = now
     if state.finished: metrics.finished_time = now
 
@@ -89,8 +91,7 @@ class IterationStats:
         if is_first and (num_new or state.finished):
             self.num_prompt_tokens += state.num_prompt_tokens
         if is_first and num_new:
-            wait = time.time() - metrics.arrival_time
-            self.time_to_first_token_s.append(wait)
+            self.time_to_first_token_s.append(metrics.time_to_first_token)
         elif num_new:
             gap = metrics.last_token_time - last_token_time
             self.time_per_output_token_s.append(gap / num_new)
