@@ -176,7 +176,23 @@ def packed_linear(
     activation: str = "none", # what oneDNN applies to the result: "swish" is silu
 ) -> Tensor:                 # [..., out]
     "`activation(x @ weight.T + bias)`."
+    if torch.compiler.is_compiling():
+        return torch.ops.minengine.packed_linear(x, packed, bias, activation)
     return _packed_linear(x, packed, bias, activation, [], "")
+
+# %% ../nbs/11_parallel.ipynb #packed-op
+def _packed_op(x, packed, bias, activation):
+    return _packed_linear(x, packed, bias, activation, [], "")
+
+if not hasattr(torch.ops.minengine, "packed_linear"):   # once per process
+    _library = torch.library.Library("minengine", "FRAGMENT")
+    _library.define(
+        "packed_linear(Tensor x, Tensor packed, Tensor? bias, "
+        "str activation) -> Tensor", tags=(torch.Tag.flexible_layout,))
+    for _place in ("CPU", "MkldnnCPU"):   # the second: for the packed weight
+        _library.impl("packed_linear", _packed_op, _place)
+    _library.impl("packed_linear", lambda x, packed, bias, activation:
+                  x.new_empty(*x.shape[:-1], packed.shape[0]), "Meta")
 
 # %% ../nbs/11_parallel.ipynb #linear-base
 class LinearBase(nn.Module):
