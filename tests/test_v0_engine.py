@@ -11,6 +11,7 @@ import pytest
 from v0_front import EOS, TOKENIZER, ToyExecutor, assert_at_rest, generate, make_config, make_engine, next_token, run
 
 from minengine.sampling_params import RequestOutputKind, SamplingParams
+from minengine.v0.executor import most_blocks, smallest_pools
 from minengine.v0.llm_engine import LLMEngineV0
 from minengine.v0.sequence import SequenceStatus
 
@@ -408,6 +409,72 @@ def test_pools_that_are_too_small():
     assert config.model_config.max_model_len == 60 == config.scheduler_config.max_model_len
     done = generate(engine, ["x" * 60, "x" * 61], max_tokens=9)
     assert [len(done[i].outputs[0].token_ids) for i in "01"] == [1, 0]
+
+
+def test_a_limit_leaves_room_for_a_burst():
+    config = make_config(num_blocks=16, max_model_len=None, limit=64, num_steps=8)
+    engine = LLMEngineV0(config, ToyExecutor, tokenizer=TOKENIZER)
+    assert config.model_config.max_model_len == 56   # 16 blocks of 4; seven slots ahead take two
+    done = generate(engine, ["x" * 50], max_tokens=9)
+    assert done["0"].outputs[0].token_ids == letters("x" * 50, 7) and done["0"].outputs[0].stop_reason is None
+    with pytest.raises(ValueError, match="holds 56 tokens"): make_engine(num_blocks=16, num_steps=8)
+    with pytest.raises(ValueError, match="holds 0 tokens"): make_engine(num_blocks=1, num_steps=8)
+
+
+def random_engine(rng, executor, num_blocks=None):
+    "Settings of all kinds, with windows of a few tokens."
+    block_size, max_model_len, num_steps = rng.choice([1, 2, 4, 16]), rng.choice([5, 16, 17, 32, 100]), rng.choice([1, 1, 4, 8])
+    chunked, max_num_seqs = rng.random() < 0.5, rng.choice([1, 1, 2, 3])
+    cut = chunked and num_steps == 1
+    budget = max(block_size, max_num_seqs, rng.choice([2, 8, 16]) if cut else max_model_len)
+    return make_engine(
+        executor=executor, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks, budget=budget,
+        max_num_seqs=max_num_seqs, chunked=chunked, num_steps=num_steps, use_async=rng.random() < 0.3,
+        caching=rng.random() < 0.5, preemption_mode=rng.choice([None, "swap", "recompute"]))
+
+
+def ask_at_random(rng, engine, n=1) -> dict[str, int]:
+    "Prompts of any length; tokens that each should get."
+    wanted, limit = {}, engine.vllm_config.model_config.max_model_len
+    for i in range(rng.choice([1, 2, 4, 6])):
+        length, max_tokens = rng.randrange(1, limit + 1), rng.choice([1, 5, 40, 1000])
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, n=n)
+        engine.add_request(str(i), [rng.randrange(200) for _ in range(length)], params)
+        wanted[str(i)] = min(max_tokens, limit + 1 - length)
+    return wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_of_its_own_size_stops_nobody(seed):
+    "Plenty of memory, few sequences: the pool is cut to what they can use, and no request may be worse for it."
+    class Plenty(ToyExecutor):
+        def determine_num_available_blocks(self): return smallest_pools([(10**6, 10**6)], most_blocks(self.vllm_config))
+    rng = random.Random(seed)
+    for _ in range(80):
+        engine = random_engine(rng, Plenty)
+        n = 2 if engine.vllm_config.scheduler_config.max_num_seqs > 1 and rng.random() < 0.3 else 1
+        wanted = ask_at_random(rng, engine, n)
+        done = {o.request_id: o for o in run(engine) if o.finished}
+        assert {i: [len(c.token_ids) for c in o.outputs] for i, o in done.items()} == {i: [w] * n for i, w in wanted.items()}
+        assert engine.scheduler.num_cumulative_preemption == 0
+        assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pool_that_is_accepted_serves_everybody(seed):
+    "The smallest pools that an engine starts with: slow perhaps, but each request gets all its tokens."
+    rng, num_preempted, num_started = random.Random(seed), 0, 0
+    for _ in range(300):
+        class Tight(ToyExecutor): num_cpu_blocks = rng.choice([0, 4, 40])
+        try: engine = random_engine(rng, Tight, num_blocks=rng.randrange(1, 30))
+        except ValueError: continue
+        num_started += 1
+        wanted = ask_at_random(rng, engine)
+        done = {o.request_id: o for o in run(engine) if o.finished}
+        assert {i: len(o.outputs[0].token_ids) for i, o in done.items()} == wanted
+        num_preempted += engine.scheduler.num_cumulative_preemption
+        assert_at_rest(engine)
+    assert num_started > 100 and num_preempted > 10   # the test tests
 
 
 def test_a_failing_start_lets_the_executor_go():

@@ -806,6 +806,19 @@ def test_async_stops_at_the_window():
     engine.finish()
 
 
+def test_async_looks_at_the_window_of_those_that_run():
+    "0.7.3 looked at a group's first sequence, also after its end; the second was never scheduled again."
+    scheduler = make_scheduler(budget=8, max_seqs=8, num_gpu=64, use_async_output_proc=True)
+    group = add(scheduler, make_group("n", 7, n=2, max_tokens=None))
+    step(scheduler)
+    child = fork(scheduler, group)
+    append(group.first_seq)   # the first has outgrown the window, the second has not
+    group.first_seq.status = SequenceStatus.FINISHED_LENGTH_CAPPED
+    scheduler.free_finished_seq_groups()
+    assert (group.first_seq.get_len(), child.get_len()) == (9, 8)
+    assert [chunks(schedule(scheduler)[1]) for _ in range(2)] == [[("n", 1)]] * 2
+
+
 def test_async_looks_for_the_end_before_it_preempts():
     scheduler = make_scheduler(max_seqs=2, num_gpu=4, use_async_output_proc=True)
     engine = V0Engine(scheduler)

@@ -15,12 +15,14 @@ from typing import Any
 
 from ..config import EngineArgs
 from ..config import VllmConfig
+from ..config import cdiv
 from ..model.checkpoint import create_engine_config
 from ..model.memory import fit_max_model_len
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
 from ..tokenizer import get_tokenizer
 from .executor import Executor
+from .executor import slots_ahead
 from .input_preprocessor import InputPreprocessor
 from .output_processor import Detokenizer
 from .output_processor import MultiStepOutputProcessor
@@ -46,6 +48,9 @@ def initialize_kv_caches(
         num_gpu = cache.num_gpu_blocks_override
     # V0: the scheduler never admits anybody to the last percent.
     usable = num_gpu - int(0.01 * num_gpu)
+    # minengine: nor does anybody run who has no room for a burst.
+    ahead = cdiv(slots_ahead(vllm_config.scheduler_config), cache.block_size)
+    usable = max(0, usable - ahead)
     limit = fit_max_model_len(usable, cache.block_size,
                               model.max_model_len, model.fit_max_model_len)
     if limit < model.max_model_len: logging.getLogger(__name__).warning(

@@ -197,8 +197,11 @@ class RunningPass(PrefillPass):
         plan.charge(group, tokens)
 
     def _window_is_full(self, group) -> bool:
+        # minengine: of those that run; 0.7.3 looked at one that had ended.
+        limit = self.scheduler_config.max_model_len
+        running = group.get_seqs(SequenceStatus.RUNNING)
         return (self.use_async_output_proc and
-                group.first_seq.get_len() > self.scheduler_config.max_model_len)
+                any(seq.get_len() > limit for seq in running))
 
     def _make_room(self, group, tokens, plan, out) -> bool:
         "Preempt until `group` has its slots; False: it had to go itself."
