@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_range', 'check_int', 'check_choice', 'cdiv', 'longest_len', 'ModelConfig', 'CacheConfig', 'SchedulerConfig',
-           'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'VllmConfig', 'EngineArgs']
+           'ParallelConfig', 'DeviceConfig', 'LoadConfig', 'CompilationConfig', 'VllmConfig', 'EngineArgs']
 
 # %% ../nbs/01_config.ipynb #export-imports
 from dataclasses import dataclass
@@ -255,6 +255,21 @@ class LoadConfig:
         check_choice("load_format", self.load_format,
                      ("auto", "safetensors", "gguf", "dummy"))
 
+# %% ../nbs/01_config.ipynb #compilation-config
+@dataclass
+class CompilationConfig:
+    "What is prepared at the start, so that a step costs less."
+    level: int = 0                # 0: eager; 3: compiled between attentions
+    use_cudagraph: bool = False   # True: replay steps of the sizes below
+    cudagraph_capture_sizes: list[int] | None = None  # None: 1, 2, 4, 8, 16, …
+    cache_dir: str | None = None  # of compiled code; None: the user's cache
+
+    def __post_init__(self):
+        if self.level not in (0, 3): raise ValueError(
+            f"compilation level must be 0 or 3, got {self.level!r}")
+        for size in self.cudagraph_capture_sizes or ():
+            check_int("cudagraph_capture_sizes", size, 1)
+
 # %% ../nbs/01_config.ipynb #vllm-config
 @dataclass
 class VllmConfig:
@@ -265,6 +280,8 @@ class VllmConfig:
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     device_config: DeviceConfig = field(default_factory=DeviceConfig)
     load_config: LoadConfig = field(default_factory=LoadConfig)
+    compilation_config: CompilationConfig = field(
+        default_factory=CompilationConfig)
 
     def __post_init__(self):
         budget = self.scheduler_config.max_num_batched_tokens
@@ -290,6 +307,8 @@ class EngineArgs:
     max_logprobs: int = 20
     logprobs_mode: str | None = None  # V1: None is "raw_logprobs"
     enforce_eager: bool = False
+    compilation_config: int | dict | None = None  # a level, or fields of
+                                      # `CompilationConfig`; None: the device's
     skip_tokenizer_init: bool = False
     pack_cpu_weights: bool = True
     hf_overrides: dict | None = None  # replaces fields of the model's config

