@@ -13,7 +13,8 @@ from v0_front import assert_at_rest, make_engine
 
 from minengine.outputs import CompletionOutput, EngineDeadError, RequestOutput
 from minengine.sampling_params import RequestOutputKind, SamplingParams
-from minengine.v0.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine, AsyncStream, RequestTracker
+from minengine.v0.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
+from minengine.v0.request_tracker import AsyncStream, RequestTracker
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 
@@ -121,6 +122,7 @@ def test_unknown_names_are_skipped():
 # The loop
 
 class MockEngine:
+    log_stats = False
     "Counts what the loop does."
 
     def __init__(self):
@@ -420,7 +422,47 @@ def test_n_streams_and_aborts_as_one():
 
 def test_the_engine_that_is_wrapped():
     async def main():
-        engine = AsyncLLMEngine(SimpleNamespace(has_unfinished_requests=lambda: False, shutdown=lambda: None))
+        engine = AsyncLLMEngine(SimpleNamespace(log_stats=False, has_unfinished_requests=lambda: False, shutdown=lambda: None))
         assert not engine.errored and not engine.is_running
         engine.shutdown()
     asyncio.run(main())
+
+
+# Numbers
+
+class Recorder:
+    def __init__(self): self.records = []
+    def record(self, scheduler_stats, iteration_stats): self.records.append((scheduler_stats, iteration_stats))
+    def total(self, name): return sum(getattr(i, name) for _, i in self.records)
+    def all(self, name): return [x for _, i in self.records for x in getattr(i, name)]
+
+
+@pytest.mark.parametrize("num_steps,use_async", [(1, False), (1, True), (4, False)])
+def test_stat_loggers_are_told_every_token_once(num_steps, use_async):
+    async def main():
+        engine = AsyncLLMEngine(make_engine(log_stats=True, num_steps=num_steps, use_async=use_async))
+        recorder = Recorder()
+        engine.stat_loggers.append(recorder)
+        wish = dict(max_tokens=8, output_kind=FINAL_ONLY)   # callers are told nothing in between
+        await asyncio.gather(collect(engine, "a", **wish), collect(engine, "b", "xyz!", n=2, **wish))
+        await settled(engine)
+        assert recorder.total("num_prompt_tokens") == 3 + 4 and recorder.total("num_generation_tokens") == 24
+        assert len(recorder.all("time_to_first_token_s")) == 2
+        done = recorder.all("finished")
+        assert [(f.finish_reason, f.num_generation_tokens) for f in done] == [("length", 8)] * 3
+        assert all(f.e2e_latency_s >= f.inference_time_s >= f.decode_time_s >= 0 and f.queue_time_s >= 0 for f in done)
+        if num_steps == 1: assert len(recorder.all("time_per_output_token_s")) == 24 - 3
+        assert recorder.records[-1][0].num_running_reqs == 0 and not engine._step_stats._counted
+        engine.shutdown()
+    asyncio.run(main())
+
+
+def test_an_abort_brings_the_gauges_down():
+    async def main():
+        engine, recorder = AsyncLLMEngine(slowed(make_engine(log_stats=True))), Recorder()
+        engine.stat_loggers.append(recorder)
+        async for _ in engine.generate("abc", params(50), "left"): break
+        await settled(engine)
+        while recorder.records[-1][0].num_running_reqs: await asyncio.sleep(0.001)
+        engine.shutdown()
+    asyncio.run(asyncio.wait_for(main(), 10))

@@ -7,6 +7,7 @@ __all__ = ['OutputData', 'count_computed', 'note_times', 'OutputQueue']
 
 # %% ../../nbs/27b_v0_output_queue.ipynb #export-imports
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -66,6 +67,7 @@ class OutputQueue:
         self.is_multi_step, self.stream_bursts = is_multi_step, stream_bursts
         self.pending: OutputData | None = None  # not taken in yet
         self.request_outputs: list[RequestOutput] = []  # for the users
+        self.observer: Callable | None = None  # told (group, now), if set
 
     def add(self,
         data: OutputData, # just executed
@@ -129,6 +131,7 @@ class OutputQueue:
         processor.process_prompt_logprob(group, outputs[0])
         if told.do_sample:
             processor.process_outputs(group, outputs, data.is_async)
+        if self.observer: self.observer(group, now)  # the times still old
         note_times(group, now)
         if show or group.is_finished(): self.show(group)
 
