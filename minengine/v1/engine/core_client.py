@@ -24,6 +24,9 @@ from ..messages import EngineCoreRequest
 # %% ../../../nbs/58_v1_core_client.ipynb #engine-core-client
 class EngineCoreClient(ABC):
     "What a front end may ask of an engine core: plain messages, no objects."
+    dead: EngineDeadError | None = None  # why no call is answered any more
+    refused: list[tuple[str, str]]  # requests that could not be taken: id and
+                                    # why; emptied by whoever reads it
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest):
@@ -31,7 +34,7 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort_requests(self, request_ids: list[str]):
-        "End requests by their core ids; unknown ones are skipped."
+        "End requests by their core ids; unknown and dead ones are skipped."
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs: # of one step
@@ -59,7 +62,7 @@ class InprocClient(EngineCoreClient):
         log_stats: bool = False, # True: outputs carry statistics
     ):
         self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
-        self.closed = False
+        self.refused, self.closed = [], False # none: `add_request` raises
 
     def add_request(self, request): self.engine_core.add_request(request)
 
@@ -79,7 +82,13 @@ class InprocClient(EngineCoreClient):
 # %% ../../../nbs/58_v1_core_client.ipynb #async-engine-core-client
 class AsyncEngineCoreClient(ABC):
     "The same for an event loop: whatever may take time is awaited."
-    dead: EngineDeadError | None = None  # why no call is answered any more
+    refused: list[tuple[str, str]]  # requests that could not be taken: id and
+                                    # why; emptied by whoever reads it
+
+    @property
+    @abstractmethod
+    def dead(self) -> EngineDeadError | None:
+        "Why no call is answered any more."
 
     @abstractmethod
     async def add_request_async(self, request: EngineCoreRequest):
@@ -87,7 +96,7 @@ class AsyncEngineCoreClient(ABC):
 
     @abstractmethod
     async def abort_requests_async(self, request_ids: list[str]):
-        "End requests by their core ids; unknown ones are skipped."
+        "End requests by their core ids; unknown and dead ones are skipped."
 
     @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -122,7 +131,8 @@ class AsyncInprocClient(AsyncEngineCoreClient):
     ):
         self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
         self.summary = self.engine_core.startup_summary()
-        self.dead, self.closed = None, False
+        self.dead_because: str | None = None
+        self.closed = False
         self.refused: list[tuple] = []  # (id, message); here an add raises
         self.thread = ThreadPoolExecutor(1, "engine-core")
         self.step: Future | None = None       # under way, or not yet fetched
@@ -140,8 +150,8 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         self.thread.submit(run)
         return future
 
-    async def _call(self, function: Callable, *args) -> Any:
-        return await asyncio.wrap_future(self._submit(function, *args))
+    async def _call(self, *call) -> Any:
+        return await asyncio.wrap_future(self._submit(*call))
 
     def _wake(self):
         idle = self.idle
@@ -153,7 +163,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         await self._call(self.engine_core.add_request, request)
 
     async def abort_requests_async(self, request_ids):
-        if request_ids:
+        if request_ids and not self.dead:
             await self._call(self.engine_core.abort_requests, request_ids)
 
     async def get_output_async(self):
@@ -165,14 +175,17 @@ class AsyncInprocClient(AsyncEngineCoreClient):
                 self.step = self._submit(self.engine_core.step)
             else: await self.idle
         try: outputs = await asyncio.wrap_future(self.step)
-        except Exception as e: self._die(f"a step failed: {e!r}", e)
+        except Exception as e:
+            logging.getLogger(__name__).critical("a step failed", exc_info=e)
+            self.dead_because = self.dead_because or \
+                f"the engine's loop failed: {type(e).__name__}: {e}"
+            raise self.dead from e
         self.step = None
         return outputs
 
-    def _die(self, message, cause=None):
-        logging.getLogger(__name__).error(message, exc_info=cause)
-        self.dead = EngineDeadError(message)
-        raise self.dead from cause
+    @property
+    def dead(self): # a new error each time: many may raise it
+        return self.dead_because and EngineDeadError(self.dead_because)
 
     async def reset_prefix_cache_async(self):
         return await self._call(self.engine_core.reset_prefix_cache)
@@ -185,7 +198,7 @@ class AsyncInprocClient(AsyncEngineCoreClient):
     def shutdown(self):
         if self.closed: return
         self.closed = True
-        self.dead = self.dead or EngineDeadError("the engine was shut down")
+        self.dead_because = self.dead_because or "the engine was shut down"
         self.thread.submit(self.engine_core.shutdown)
         self.thread.shutdown(wait=False)
         self._wake()
@@ -198,9 +211,10 @@ def make_client(
     executor_class: type,     # made in the core's process
     log_stats: bool = False,  # True: outputs carry statistics
 ) -> EngineCoreClient | AsyncEngineCoreClient:
-    "Choose where the core runs; processes raise `NotImplementedError`."
-    if multiprocess_mode: raise NotImplementedError(
-        "a core in its own process comes with the page on processes; here: "
-        "make_client(multiprocess_mode=False, ...)")
-    make = AsyncInprocClient if asyncio_mode else InprocClient
+    "Choose where the core runs, and how its outputs are waited for."
+    if multiprocess_mode: # sockets and signals: only for those who ask
+        from minengine.v1.engine.async_mp_client import AsyncMPClient
+        from minengine.v1.engine.mp_client import SyncMPClient
+        make = AsyncMPClient if asyncio_mode else SyncMPClient
+    else: make = AsyncInprocClient if asyncio_mode else InprocClient
     return make(vllm_config, executor_class, log_stats)
