@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.v1 import messages as M
-from minengine.v1.engine import wire as W
+from minengine.v1.engine import packing as P, wire as W
 from minengine.v1.engine.wire import FrameType, WireError, decode, encode
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -47,11 +47,11 @@ def same(a, b) -> bool:
 
 # --- every field of every message --------------------------------------------
 
-dtypes = [getattr(torch, name) for name in W._TENSOR_DTYPES]
+dtypes = [getattr(torch, name) for name in P._TENSOR_DTYPES]
 shapes = st.lists(st.integers(0, 5), max_size=4)
 tensors = st.builds(lambda shape, dtype: (torch.arange(math.prod(shape)) % 2).reshape(shape).to(dtype),
                     shapes, st.sampled_from(dtypes))
-arrays = hnp.arrays(st.sampled_from(sorted(W._ARRAY_DTYPES)).map(np.dtype), hnp.array_shapes(min_dims=0, max_side=4))
+arrays = hnp.arrays(st.sampled_from(sorted(P._ARRAY_DTYPES)).map(np.dtype), hnp.array_shapes(min_dims=0, max_side=4))
 plain = st.none() | flag | st.integers(-2**63, 2**64 - 1) | floats | text | st.binary(max_size=8)
 hashable = st.recursive(plain, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=4)
 keys = st.none() | flag | st.integers(-2**63, 2**64 - 1) | text | st.binary(max_size=4)
@@ -225,7 +225,7 @@ def test_arrays_laid_out_otherwise(array): assert same(receive(send(array)), arr
 
 
 def test_many_bytes_travel_beside_the_message_and_few_inside():
-    few, many = torch.zeros(W.INLINE_BYTES, dtype=torch.uint8), torch.zeros(W.INLINE_BYTES + 1, dtype=torch.uint8)
+    few, many = torch.zeros(P.INLINE_BYTES, dtype=torch.uint8), torch.zeros(P.INLINE_BYTES + 1, dtype=torch.uint8)
     assert [len(send(few)), len(send(many))] == [2, 3]
     assert len(encode(FrameType.UTILITY, W.UtilityCall(1, "f", [many, few, {"x": (many, [many])}]))) == 5
 
