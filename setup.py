@@ -31,6 +31,7 @@ setup(
         "Programming Language :: Python :: 3.12",
     ],
     packages=find_packages(include=["minengine", "minengine.*"]),
+    package_data={"minengine": ["data/*.csv"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require=extras,
