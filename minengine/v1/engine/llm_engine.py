@@ -29,6 +29,7 @@ class LLMEngineV1:
         executor_class: type | None = None, # None: as the config says
         log_stats: bool = False,            # True: fill `last_stats`
         tokenizer: Any = None,              # None: as the config says
+        multiprocess: bool = False,         # True: the core in a process
     ):
         self.vllm_config, model = vllm_config, vllm_config.model_config
         if tokenizer is None and not model.skip_tokenizer_init:
@@ -39,7 +40,7 @@ class LLMEngineV1:
         if executor_class is None:
             executor_class = Executor.get_class(vllm_config)
         self.engine_core = make_client(
-            False, False, vllm_config, executor_class, log_stats)
+            multiprocess, False, vllm_config, executor_class, log_stats)
         self.last_stats = None  # (SchedulerStats, IterationStats) of a step
 
     @classmethod
@@ -48,8 +49,9 @@ class LLMEngineV1:
         tokenizer: Any = None, # None: as `args` says
     ) -> "LLMEngineV1":
         "Find the model, fill in what the user left open, and start."
-        log_stats = not args.disable_log_stats
-        return cls(create_engine_config(args), None, log_stats, tokenizer)
+        return cls(
+            create_engine_config(args), None, not args.disable_log_stats,
+            tokenizer, bool(args.enable_multiprocessing))
 
     def add_request(self,
         request_id: str,                   # any string that is not in use
@@ -70,7 +72,9 @@ class LLMEngineV1:
             raise
 
     def step(self) -> list[RequestOutput]: # of the requests with news
-        "Run one step of the core and turn its tokens into outputs."
+        "Take one step of the core and turn its tokens into outputs."
+        self._raise_refused()
+        if not self.has_unfinished_requests(): return []
         try:
             outputs = self.engine_core.get_output()
             done = self.output_processor.process_outputs(
@@ -83,6 +87,15 @@ class LLMEngineV1:
         if self.log_stats:
             self.last_stats = outputs.scheduler_stats, done.iteration_stats
         return done.request_outputs
+
+    def _raise_refused(self):
+        # A core in another process says no later than `add_request`.
+        while self.engine_core.refused:
+            core_id, message = self.engine_core.refused.pop(0)
+            state = self.output_processor.request_states.get(core_id)
+            if state is None: continue # ended meanwhile
+            self.abort_request(state.user_id)
+            raise ValueError(f"request {state.user_id!r}: {message}")
 
     def _abandon(self):
         # Tokens of this step may be lost: no request can go on without them.
