@@ -18,7 +18,6 @@ from ..sampling_params import RequestOutputKind
 from ..sampling_params import SamplingParams
 from .fields import ApiRequest
 from .fields import Count
-from .fields import FIRST_ERROR
 from .fields import Int64
 from .fields import LogitBias
 from .fields import Penalty
@@ -26,7 +25,9 @@ from .fields import Positive
 from .fields import RequestError
 from .fields import Stop
 from .fields import TokenIds
+from .fields import WordList
 from .fields import Words
+from .fields import at_most
 from .fields import must_be
 from .fields import refused
 from .messages import Messages
@@ -49,6 +50,7 @@ class SamplingRequest(ApiRequest):
     stream_options: StreamOptions | None = None
     # OpenAI's sampling fields
     n: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None # V0
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -67,7 +69,7 @@ class SamplingRequest(ApiRequest):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: Annotated[list[Words], FIRST_ERROR] | None = None
+    bad_words: WordList | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: Count | None = None    # not in a stream
     truncate_prompt_tokens: Positive | None = None
@@ -103,6 +105,16 @@ class SamplingRequest(ApiRequest):
             "is not supported with stream=true", "prompt_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _check_best_of(self):
+        n = self.n or 1
+        if self.best_of is None or self.best_of == n: return self
+        if self.best_of < n: raise RequestError(
+            f"must be at least n={n}, got {self.best_of}", "best_of")
+        if self.stream: raise RequestError(
+            "cannot be streamed: who is best shows at the end", "best_of")
+        return self
+
     @property
     def include_usage(self) -> bool:  # the stream ends with a usage chunk
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -124,7 +136,8 @@ class SamplingRequest(ApiRequest):
 
     def _wishes(self) -> dict:
         "Fields that are called the same there, where they were given."
-        names = SamplingParams.__struct_fields__
+        names = set(SamplingParams.__struct_fields__)
+        if self.best_of == (self.n or 1): names -= {"best_of"} # as if not asked
         return {name: value for name in type(self).model_fields
                 if name in names and (value := getattr(self, name)) is not None}
 
@@ -138,17 +151,20 @@ def blame_field(
     name = re.match(r"\w*", str(error))[0]
     if name == "prompt_token_ids": name = "prompt"
     fields = type(request).model_fields
+    # A chat has other names for the same things.
     if name == "prompt" and name not in fields: name = "messages"
+    if name == "logprobs" and "top_logprobs" in fields: name = "top_logprobs"
     return RequestError(str(error), name if name in fields else None)
 
 # %% ../../nbs/81_server_protocol.ipynb #completion-request
 MAX_PROMPTS = 2048 # in one request
 
-_Prompts = Field(min_length=1, max_length=MAX_PROMPTS)
 _Ids = Annotated[TokenIds, Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+_Few = at_most(MAX_PROMPTS)
 Prompt = Annotated[
-    str | Annotated[list[str], FIRST_ERROR, _Prompts] | _Ids
-    | Annotated[list[_Ids], FIRST_ERROR, _Prompts],
+    str | _Ids | Annotated[list[str], _Several, _Few]
+    | Annotated[list[_Ids], _Several, _Few],
     must_be(f"a text, a list of token ids, or 1 to {MAX_PROMPTS} of either")]
 
 class CompletionRequest(SamplingRequest):
@@ -156,20 +172,9 @@ class CompletionRequest(SamplingRequest):
     prompt: Prompt
     echo: bool | None = None             # the prompt comes before the answer
     logprobs: Count | None = None        # this many most likely tokens
-    best_of: Annotated[int, Field(ge=1, le=MAX_OUTPUTS)] | None = None
     add_special_tokens: bool | None = None    # None: yes, such as BOS
     suffix: refused("the engines only write what comes after", "") = None
     prompt_embeds: refused("prompts are text or token ids") = None
-
-    @model_validator(mode="after")
-    def _check_best_of(self):
-        n = self.n or 1
-        if self.best_of is None or self.best_of == n: return self
-        if self.best_of < n: raise RequestError(
-            f"must be at least n={n}, got {self.best_of}", "best_of")
-        if self.stream: raise RequestError(
-            "cannot be streamed: who is best shows at the end", "best_of")
-        return self
 
     def prompts(self) -> list[str | list[int]]: # one or several, each alone
         "List the prompts, in order."
@@ -179,8 +184,6 @@ class CompletionRequest(SamplingRequest):
 
     def _wishes(self) -> dict:
         wishes = super()._wishes()
-        # The same as not asking; V1 serves nothing else.
-        if self.best_of == (self.n or 1): del wishes["best_of"]
         if self.echo and self.logprobs is not None:
             wishes.setdefault("prompt_logprobs", self.logprobs)
         return wishes
@@ -196,14 +199,13 @@ class ChatCompletionRequest(SamplingRequest, TemplateRequest):
     tool_choice: refused("no call is forced, and none is read out of the text",
                          "none", "auto") = None
     # Changes nothing here
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str], at_most(16)] | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     # Known, and refused
     add_special_tokens: refused("the template writes them", False) = None
     audio: refused("answers are text") = None
-    best_of: refused("chats return what they sample: use n", 1) = None
     echo: refused("the conversation is not repeated", False) = None
     function_call: _USE_TOOLS = None
     functions: _USE_TOOLS = None
@@ -241,7 +243,6 @@ class ChatCompletionRequest(SamplingRequest, TemplateRequest):
 
     def _wishes(self) -> dict:
         wishes = super()._wishes()
-        wishes.pop("best_of", None)
         wishes.pop("logprobs", None)
         if self.logprobs: wishes["logprobs"] = self.top_logprobs or 0
         if self.max_completion_tokens is not None:
