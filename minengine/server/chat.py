@@ -71,7 +71,7 @@ async def render(
             "messages")
     try: return await asyncio.to_thread(
         render_chat, tokenizer, request.template_messages(), **kwargs)
-    except ValueError as error:
+    except (ValueError, TypeError) as error: # templates are programs
         raise RequestError(str(error), "messages") from error
 
 # %% ../../nbs/83_server_chat.ipynb #token-bytes
@@ -147,15 +147,16 @@ class ChatStream:
         call: Call,
         firsts: list[asyncio.Future], # of one: its first output, there
     ):
-        self.call, self.firsts = call, firsts
-        outputs = [task.result() for task in firsts]
-        self.usage = UsageCounter(outputs, call.request)
+        self.call = call
+        self.merged = merge(call.streams, firsts)
+        self.usage = UsageCounter(
+            [task.result() for task in firsts], call.request)
 
     async def events(self) -> AsyncIterator[str]:
         "The role first; content as it comes; its end; usage, if asked for."
         for index in range(self.call.params.n): yield self._chunk(
             index, DeltaMessage(role="assistant", content=""))
-        async for _, output in merge(self.call.streams, self.firsts):
+        async for _, output in self.merged:
             for new in output.outputs:
                 for text in self._write(new): yield text
         if self.usage.at_end: yield event(ChatCompletionStreamResponse(
@@ -189,13 +190,21 @@ async def create_chat_completion(
     prompt = await render(context, request, tokenizer)
     if request.cache_salt: prompt["cache_salt"] = request.cache_salt
     call = context.open("chatcmpl", request, [prompt], tokenizer, request_id)
+    _fill_window(call.params, len(prompt["prompt_token_ids"]),
+                 context.max_model_len)
     return await unless_gone(_answer(call), client_gone)
 
 async def _answer(call):
     if not call.request.stream:
         return make_chat_response(call, (await call.finish())[0])
-    firsts = await start_all(call.streams)
-    return EventStream(ChatStream(call, firsts).events(), call.streams)
+    stream = ChatStream(call, await start_all(call.streams))
+    return EventStream(stream.events(), [stream.merged, *call.streams])
+
+def _fill_window(params, num_prompt_tokens, max_model_len):
+    "No limit was asked for: the window is one, for V0 too."
+    if params.max_tokens is not None: return
+    params.max_tokens = max(1, max_model_len - num_prompt_tokens)
+    params.min_tokens = min(params.min_tokens, params.max_tokens)
 
 # %% ../../nbs/83_server_chat.ipynb #tokenize
 async def tokenize(

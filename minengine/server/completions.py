@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['prepare_prompts', 'TextOffsets', 'prompt_offsets', 'token_text', 'top_by_text', 'completion_logprobs',
-           'prompt_logprobs_field', 'Echo', 'make_echo', 'ChoiceWriter', 'end_fields', 'make_response',
-           'CompletionStream', 'create_completion', 'answer']
+           'prompt_logprobs_field', 'prompt_text', 'Echo', 'make_echo', 'ChoiceWriter', 'end_fields', 'make_response',
+           'CompletionStream', 'create_completion']
 
 # %% ../../nbs/82_server_completions.ipynb #export-imports
 import asyncio
@@ -89,13 +89,11 @@ def prompt_offsets(
     offsets = []
     # A start token that the tokenizer added is no part of the text.
     for skip in (False, True):
-        detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=skip)
-        counter = TextOffsets(None, [], SamplingParams())
-        counter.detokenizer = detokenizer
+        params = SamplingParams(skip_special_tokens=skip)
+        counter = TextOffsets(tokenizer, [], params)
         offsets = counter.add(token_ids)
-        detokenizer.flush()
-        if detokenizer.output_text == text: break
+        counter.detokenizer.flush()
+        if counter.detokenizer.output_text == text: break
     return [min(offset, len(text)) for offset in offsets]
 
 # %% ../../nbs/82_server_completions.ipynb #token-text
@@ -150,27 +148,48 @@ def prompt_logprobs_field(
             decoded_token=entry.decoded_token)
         for token_id, entry in at.items()} for at in positions]}
 
+# %% ../../nbs/82_server_completions.ipynb #prompt-text
+def prompt_text(
+    tokenizer: Any,
+    token_ids: list[int], # of a prompt that came without text
+    params: SamplingParams,
+) -> tuple[str, str]:     # its text; of a last character that is not whole
+    "Decode a prompt; a character that an answer may complete stands apart."
+    skip = params.skip_special_tokens
+    whole = IncrementalDetokenizer(tokenizer, (), skip)
+    text = whole.update(token_ids) + whole.flush()
+    # The answer's own text begins with what its prompt has left open.
+    rest = IncrementalDetokenizer(tokenizer, token_ids, skip).flush()
+    return text.removesuffix(rest), rest
+
 # %% ../../nbs/82_server_completions.ipynb #echo
 class Echo:
     "A prompt, as an answer that repeats it shows it."
 
     def __init__(self,
-        output: RequestOutput, # any of the request's that tells the prompt
-        given: dict,           # what the client sent
-        params: SamplingParams,
-        tokenizer: Any,
+        call: Call,
+        output: RequestOutput, # of this prompt; tells its token ids
+        given: dict,           # the prompt, as the client sent it
     ):
         self.token_ids = output.prompt_token_ids
         self.positions = output.prompt_logprobs # None: not scored yet
-        text, is_cut = given.get("prompt"), params.truncate_prompt_tokens
-        if tokenizer is None: text = ""
-        elif text is None or is_cut: text = tokenizer.decode(
-            self.token_ids, skip_special_tokens=params.skip_special_tokens)
-        self.text, self.offsets = text, None
-        if params.prompt_logprobs is not None:
-            self.offsets = [0] * len(self.token_ids)
-            if tokenizer: self.offsets = prompt_offsets(
-                tokenizer, self.token_ids, text)
+        self.text, self.rest = given.get("prompt"), ""
+        tokenizer, params = call.tokenizer, call.params
+        if tokenizer is None: self.text = ""
+        elif self.text is None or params.truncate_prompt_tokens:
+            self.text, self.rest = prompt_text(
+                tokenizer, self.token_ids, params)
+        self.offsets = [0] * len(self.token_ids)
+        if tokenizer and params.logprobs is not None:
+            self.offsets = prompt_offsets(
+                tokenizer, self.token_ids, self.text + self.rest)
+
+    def before(self,
+        new: CompletionOutput, # the first of an answer
+    ) -> str:                  # the text of both
+        "The prompt's text, and the answer's."
+        if new.finished() and not new.token_ids: return self.text + self.rest
+        return self.text + new.text
 
 # %% ../../nbs/82_server_completions.ipynb #make-echo
 def make_echo(
@@ -180,7 +199,7 @@ def make_echo(
 ) -> Echo | None:          # None: the client did not ask for it
     "The prompt, if answers are to repeat it."
     if not call.request.echo: return None
-    return Echo(output, given, call.params, call.tokenizer)
+    return Echo(call, output, given)
 
 # %% ../../nbs/82_server_completions.ipynb #choice-writer
 class ChoiceWriter:
@@ -203,7 +222,7 @@ class ChoiceWriter:
     ) -> tuple[str, CompletionLogProbs | None]:
         "What a client sees of it; the first time, after the echo."
         echo, self.echo = self.echo, None
-        text = (echo.text if echo else "") + new.text
+        text = echo.before(new) if echo else new.text
         if not self.wants_logprobs: return text, None
         ids, positions = new.token_ids, new.logprobs or []
         offsets = self.offsets.add(ids)
@@ -249,8 +268,8 @@ class CompletionStream:
         call: Call,
         firsts: list[asyncio.Future], # each prompt's first output, there
     ):
-        self.call, self.firsts = call, firsts
-        outputs = [task.result() for task in firsts]
+        self.call, outputs = call, [task.result() for task in firsts]
+        self.merged = merge(call.streams, firsts)
         self.usage = UsageCounter(outputs, call.request)
         self.prompt_token_ids = [o.prompt_token_ids for o in outputs]
         self.echoes = [make_echo(call, output, given)
@@ -260,7 +279,7 @@ class CompletionStream:
 
     async def events(self) -> AsyncIterator[str]:
         "Content as it comes; for each answer its end; usage, if asked for."
-        async for i, output in merge(self.call.streams, self.firsts):
+        async for i, output in self.merged:
             for new in self._ready(i, output):
                 for text in self._write(i, new): yield text
         if self.usage.at_end: yield event(CompletionStreamResponse(
@@ -307,10 +326,9 @@ async def create_completion(
     tokenizer = await context.engine.get_tokenizer()
     prompts = await prepare_prompts(request, tokenizer)
     call = context.open("cmpl", request, prompts, tokenizer, request_id)
-    return await unless_gone(answer(call), client_gone)
+    return await unless_gone(_answer(call), client_gone)
 
-async def answer(call):
+async def _answer(call):
     if not call.request.stream: return make_response(call, await call.finish())
-    firsts = await start_all(call.streams)
-    events = CompletionStream(call, firsts).events()
-    return EventStream(events, call.streams)
+    stream = CompletionStream(call, await start_all(call.streams))
+    return EventStream(stream.events(), [stream.merged, *call.streams])

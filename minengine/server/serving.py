@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['END', 'DONE', 'ClientGone', 'unless_gone', 'cancel_all', 'close_all', 'start_all', 'next_or_end', 'merge',
            'describe_error', 'event', 'EventStream', 'make_usage', 'UsageCounter', 'Call', 'default_params',
-           'ServingContext']
+           'check_not_ignored', 'ServingContext']
 
 # %% ../../nbs/81c_server_serving.ipynb #export-imports
 import asyncio
@@ -142,19 +142,19 @@ class EventStream:
 
     def __init__(self,
         events: AsyncIterator[str],   # without the last, `DONE`
-        streams: list[AsyncIterator], # the engine's, started
+        sources: list[AsyncIterator], # what they are made from, outermost first
     ):
-        self._streams = streams
+        self._sources = [events, *sources]
         self._events = self._until_done(events)
 
     async def _until_done(self, events):
         try:
             async for text in events: yield text
         except Exception as error:
-            # The status line said 200 long ago: all that is left is to say it.
+            # The status line said 200 long ago: an event is all that is left.
             logging.getLogger(__name__).exception("a stream has failed")
             yield event(describe_error(error)[1])
-        finally: await events.aclose()
+        finally: await close_all(self._sources, [])
         yield DONE
 
     def __aiter__(self): return self
@@ -164,7 +164,7 @@ class EventStream:
     async def aclose(self):
         "End it, whether or not anybody has begun to read."
         await self._events.aclose()
-        await close_all(self._streams, [])
+        await close_all(self._sources, [])
 
 # %% ../../nbs/81c_server_serving.ipynb #usage
 def make_usage(
@@ -221,6 +221,20 @@ def default_params(
     return {ours: generation_config[theirs]
             for theirs, ours in GENERATION_NAMES.items()
             if generation_config.get(theirs) is not None}
+
+# %% ../../nbs/81c_server_serving.ipynb #check-not-ignored
+def check_not_ignored(
+    output: RequestOutput,
+    params: SamplingParams,
+):
+    "Raise `ValueError` for what V0 does with a prompt that is too long."
+    # V0: such a request ends at once, as if its length had been reached.
+    if not output.finished or params.max_tokens == 0: return
+    if any(c.token_ids or c.finish_reason != "length" for c in output.outputs):
+        return
+    if output.prompt_token_ids: raise ValueError(
+        f"prompt has {len(output.prompt_token_ids)} tokens: "
+        "more than this engine can ever take")
 
 # %% ../../nbs/81c_server_serving.ipynb #context
 class ServingContext:
@@ -285,7 +299,9 @@ class ServingContext:
         outputs = self.engine.generate(
             prompt, params, name, priority=request.priority or 0)
         try:
-            async for output in outputs: yield output
+            async for output in outputs:
+                check_not_ignored(output, params)
+                yield output
         except ValueError as error:
             blame = blame_field(error, request)
             raise RequestError(where + blame.message, blame.param) from error
