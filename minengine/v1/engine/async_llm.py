@@ -21,7 +21,7 @@ from ...outputs import EngineDeadError
 from ...outputs import RequestOutput
 from ...sampling_params import SamplingParams
 from ...tokenizer import get_tokenizer
-from .core_client import AsyncEngineCoreClient
+from .inproc_client import AsyncEngineCoreClient
 from .core_client import make_client
 from .output_handler import OutputHandler
 from .output_processor import OutputProcessor

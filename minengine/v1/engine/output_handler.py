@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from ...outputs import EngineDeadError
-from .core_client import AsyncEngineCoreClient
+from .inproc_client import AsyncEngineCoreClient
 from .output_streams import OutputStreams
 from ..messages import EngineCoreOutputs
 
@@ -82,9 +82,10 @@ class OutputHandler:
         while self.client.refused:
             core_id, message = self.client.refused.pop(0)
             await self.abort(self.streams.refuse(core_id, ValueError(message)))
-        if self.log_stats: self._record(outputs.scheduler_stats, stats)
+        self._record(outputs.scheduler_stats, stats)
 
     def _record(self, scheduler_stats, iteration_stats):
+        if not (self.log_stats and scheduler_stats): return # there was no step
         for logger in list(self.stat_loggers):
             try: logger.record(scheduler_stats, iteration_stats)
             except Exception:   # no reason to stop answering
