@@ -89,7 +89,9 @@ class EngineMetrics:
         max_model_len: int, # tokens
     ):
         self.registry, self.model_name = CollectorRegistry(), model_name
-        self.gauges: dict[str, Gauge] = {} # made when they are first known
+        # Those that both engines have; others are made when they are known.
+        self.gauges = {name: self._make(Gauge, name, GAUGES[name][0])
+                       for name in list(GAUGES)[:3]}
         self.counters = {
             name: self._make(Counter, name, text)
             for name, text in COUNTERS.items()}
