@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import socket
 import sys
 import tempfile
@@ -206,6 +207,7 @@ def _free_port() -> int:
 @contextlib.asynccontextmanager
 async def running_server(
     arguments: list[str],          # of `minengine serve`
+    api_key: str | None = None,    # that it asks for
     start_limit_s: float = 600.0,  # until it has to be healthy
     stop_limit_s: float = 30.0,    # until it has to be gone
 ) -> AsyncIterator[str]:           # its URL
@@ -214,9 +216,11 @@ async def running_server(
     port = _free_port()
     command = [sys.executable, "-c", code, "serve", *arguments,
                "--host", "127.0.0.1", "--port", str(port)]
+    env = dict(os.environ)
+    if api_key: env["MINENGINE_API_KEY"] = api_key # others could read arguments
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=log, stderr=asyncio.subprocess.STDOUT)
+            *command, env=env, stdout=log, stderr=asyncio.subprocess.STDOUT)
         try:
             await _wait_until_healthy(process, port, log, start_limit_s)
             yield f"http://127.0.0.1:{port}"
@@ -281,7 +285,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("output-tokens", int, metavar="N", help="the same for all")
     add("vocab-size", int, 256, help="random ids are below (default: 256)")
     add("model-name", str, help="in requests; default: the server's first")
-    add("api-key", str)
+    add("api-key", str, os.environ.get("MINENGINE_API_KEY"), metavar="KEY",
+        help="default: $MINENGINE_API_KEY")
     add("temperature", float, 0.0)
     add("timeout-s", float, 600.0, help="for one answer (default: 600)")
     add("warmup", int, 1, help="requests that do not count (default: 1)")
@@ -305,8 +310,8 @@ async def _run_servers(args: dict, words: list[str], rows: list[dict]):
     if model is None: return await measure(url, url)
     for engine in engines:
         serve = [*([model] if model else []), "--engine", engine, *words]
-        if args["api_key"]: serve += ["--api-key", args["api_key"]]
-        async with running_server(serve) as url: await measure(url, engine)
+        async with running_server(serve, args["api_key"]) as url:
+            await measure(url, engine)
 
 def _check_files(json_path: Path | None, plot_path: Path | None):
     for path in filter(None, (json_path, plot_path)):

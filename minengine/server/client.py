@@ -156,9 +156,10 @@ async def read_response(
         first = (await _line(reader)).split(None, 2)
         if len(first) < 2 or not first[0].startswith(b"HTTP/1."):
             raise RequestFailed("protocol", "the answer is not HTTP/1")
-        status, headers = _size(first[1], 10), {}
+        status, headers, num_lines = _size(first[1], 10), {}, 0
         while line := await _line(reader):
-            if len(headers) >= 200:
+            num_lines += 1
+            if num_lines > 200:
                 raise RequestFailed("protocol", "more than 200 headers")
             name, _, value = line.decode("latin-1").partition(":")
             headers[name.strip().lower()] = value.strip()
