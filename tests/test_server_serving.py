@@ -16,8 +16,9 @@ from minengine.config import EngineArgs
 from minengine.llm import LLM
 from minengine.outputs import CompletionOutput, EngineDeadError, Logprob, RequestOutput
 from minengine.sampling_params import RequestOutputKind, SamplingParams
-from minengine.server.chat import Serving, chat_logprobs, token_bytes
-from minengine.server.completions import completion_logprobs, prompt_offsets, top_by_text
+from minengine.server.chat import Serving
+from minengine.server.logprobs import (
+    chat_logprobs, completion_logprobs, prompt_offsets, token_bytes, top_by_text)
 from minengine.server.fields import RequestError, check_request
 from minengine.server.protocol import (
     ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
