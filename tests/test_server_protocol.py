@@ -5,8 +5,10 @@ The installed `openai` package says which fields there are; its client reads wha
 import importlib.metadata
 import json
 import math
+import re
 import time
 import typing
+from pathlib import Path
 
 import httpx
 import openai
@@ -127,6 +129,14 @@ def test_every_field_has_one_fate(kind):
                  name in FOR_SERVING and not (is_refused(field) and name != "tool_choice")]
         if name == "tool_choice": assert is_refused(field)  # but for "none" and "auto"
         else: assert sum(fates) == 1, name
+
+
+def test_what_is_for_serving_is_read_there():
+    "A field that is accepted and that nobody looks at would be a fourth kind."
+    own = ("fields", "responses", "client", "traffic")
+    source = "".join(path.read_text() for path in Path(responses.__file__).parent.glob("*.py") if path.stem not in own)
+    for name in {*FOR_SERVING, "prompt_logprobs"}:
+        assert re.search(rf"""(\.|getattr\(\w+, ["']){name}\b""", source), name
 
 
 # --- What is refused, by name ------------------------------------------------------------------------------
