@@ -64,7 +64,7 @@ async def settled(llm):
     "Wait until the core has nothing left to do: then nobody may remember anything."
     core = llm.engine_core.engine_core
     async with asyncio.timeout(5):
-        while core.scheduler.has_unfinished_requests() or llm.handler._aborts: await asyncio.sleep(0.002)
+        while core.scheduler.has_unfinished_requests() or llm.handler.aborts.tasks: await asyncio.sleep(0.002)
         await llm.check_health()   # behind all aborts in the core's queue
     assert_at_rest(llm)
 
@@ -74,7 +74,7 @@ def assert_at_rest(llm):
     scheduler.check_invariants(), llm.streams.check_invariants()
     assert not (scheduler.requests or scheduler.running or scheduler.waiting)
     assert not llm.streams.collectors and not llm.output_processor.parents and not llm.output_processor.request_states
-    assert not llm.handler._aborts
+    assert not llm.handler.aborts.tasks
     manager = scheduler.kv_cache_manager
     assert manager.usage == 0 and manager.num_free_blocks == llm.vllm_config.cache_config.num_gpu_blocks
 
@@ -238,7 +238,7 @@ async def leave_by_two_cancels(llm):
     task = asyncio.create_task(collect(llm, max_tokens=40))
     while "r" not in llm.output_processor.parents: await asyncio.sleep(0)
     task.cancel()
-    while not llm.handler._aborts: await asyncio.sleep(0)
+    while not llm.handler.aborts.tasks: await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError): await task
 
@@ -844,7 +844,7 @@ async def mp_settled(llm):
     await llm.engine_core.call_utility_async("check_invariants")
     assert await llm.engine_core.call_utility_async("num_free_blocks") == llm.vllm_config.cache_config.num_gpu_blocks
     llm.streams.check_invariants()
-    assert not llm.streams.collectors and not llm.output_processor.request_states and not llm.handler._aborts
+    assert not llm.streams.collectors and not llm.output_processor.request_states and not llm.handler.aborts.tasks
 
 
 def test_a_core_elsewhere():

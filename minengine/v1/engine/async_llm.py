@@ -128,13 +128,13 @@ class AsyncLLM:
         collector: RequestOutputCollector, # from `add_request`
     ):
         "End a request whose reader has left; no output comes any more."
-        await self.handler.abort(self.streams.close(request_id, collector))
+        await self.handler.aborts.send(self.streams.close(request_id, collector))
 
     async def abort(self,
         request_id: str, # an unknown or ended one is skipped
     ):
         "End a request; its reader gets a last output that says so."
-        await self.handler.abort(self.streams.abort(request_id))
+        await self.handler.aborts.send(self.streams.abort(request_id))
 
     async def check_health(self,
         timeout_s: float = 10, # `TimeoutError` if the core does not answer
