@@ -218,6 +218,7 @@ def add_state_routes(
 
     @app.get("/metrics", **describe(None))
     async def show_metrics():
+        if not app.state.running.names: metrics.record_idle()
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 # %% ../../nbs/84_server_api_server.ipynb #describe

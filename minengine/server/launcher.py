@@ -8,7 +8,6 @@ __all__ = ['DEFAULT_MODEL_NAME', 'DEAD_LINGER_S', 'ServerArgs', 'read_template',
 
 # %% ../../nbs/84b_server_launcher.ipynb #export-imports
 import asyncio
-import logging
 import os
 import signal
 import socket

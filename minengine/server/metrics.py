@@ -157,6 +157,10 @@ class EngineMetrics:
             value = getattr(request, attribute)
             if value is not None: histogram.observe(value)
 
+    def record_idle(self):
+        "Nobody is being answered; the last step's report is out of date."
+        for gauge in list(self.gauges.values())[:3]: gauge.set(0)
+
     def render(self) -> bytes: # in Prometheus' text format
         "Write all metrics."
         return generate_latest(self.registry)
