@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MIN_COMPILED_TOKENS', 'is_attention', 'split_at_attention', 'piece_text', 'inductor_cache', 'compile_with_inductor',
-           'CompilationReport', 'PiecewiseBackend', 'CompiledModel']
+           'CompilationReport', 'stand_ins', 'PiecewiseBackend', 'CompiledModel']
 
 # %% ../../nbs/52_v1_compilation.ipynb #export-imports
 import os
@@ -108,6 +108,13 @@ class CompilationReport:
     num_cache_hits: int = 0    # of these, found in the cache folder
     seconds: float = 0.0       # capturing included
 
+def stand_ins(
+    graph: fx.GraphModule, # as Dynamo hands it over
+) -> list:                 # tensors without numbers, and symbols
+    "What a graph's arguments look like, with sizes that are symbols."
+    return [node.meta["example_value"] for node in graph.graph.nodes
+            if node.op == "placeholder"]
+
 class _SeePieces(fx.Interpreter):
     "Runs a split graph on stand-ins and notes what each piece is given."
     def __init__(self, graph):
@@ -132,16 +139,17 @@ class PiecewiseBackend:
 
     def __call__(self,
         graph: fx.GraphModule,  # the whole model
-        example_inputs: list,   # stand-ins of its arguments
+        example_inputs: list,   # its first arguments
     ) -> Callable:              # takes the same arguments
         "Cut, compile, and put together again."
         self.report.num_graphs += 1
         self.split = split = split_at_attention(graph)
         walk = _SeePieces(split)
-        fake_mode = torch._guards.detect_fake_mode(example_inputs)
-        with fake_mode, enable_python_dispatcher(): walk.run(*[
-            fake_mode.from_tensor(x) if _is_real(x) else x
-            for x in example_inputs])
+        fake = torch._guards.detect_fake_mode(example_inputs)
+        # Stand-ins again, of the kind that Inductor takes; sizes are symbols.
+        given = [fake.from_tensor(x) if isinstance(x, Tensor) else x
+                 for x in example_inputs]
+        with fake, enable_python_dispatcher(): walk.run(*given)
         for name, arguments in walk.arguments.items():
             self.report.num_pieces += 1
             piece = split.get_submodule(name)
@@ -160,10 +168,6 @@ class PiecewiseBackend:
             self.report.num_cache_hits += found
             self.report.num_compiled += 1
         return self.programs[text]
-
-def _is_real(x):
-    fake = torch._subclasses.FakeTensor
-    return isinstance(x, Tensor) and not isinstance(x, fake)
 
 class _Program(torch.nn.Module):
     "A compiled piece in a module's clothes."
@@ -211,10 +215,11 @@ class CompiledModel:
         start = time.perf_counter()
         def backend(graph, example_inputs):
             self._split = self.backend(graph, example_inputs)
+            looks = stand_ins(graph)
+            def watch(*arguments):
+                self._remember(arguments, looks, input_ids, positions)
+                return self._split(*arguments)
             return watch
-        def watch(*arguments):
-            self._remember(arguments, input_ids, positions)
-            return self._split(*arguments)
         run = torch.compile(_own_code(self.model), backend=backend,
                             fullgraph=True, dynamic=True)
         with (inductor_cache(self.cache_dir),
@@ -223,13 +228,17 @@ class CompiledModel:
         self.report.seconds = time.perf_counter() - start
         return hidden
 
-    def _remember(self, arguments, input_ids, positions):
-        def where(test): return [
-            i for i, x in enumerate(arguments) if test(x)]
+    def _remember(self, arguments, looks, input_ids, positions):
+        def where(values, test): return [
+            i for i, x in enumerate(values) if test(x)]
+        ids = where(arguments, lambda x: x is input_ids)
+        # A size is a symbol; that of a weight is another one.
+        symbol = str(looks[ids[0]].shape[0])
         self._places = {
-            "ids": where(lambda x: x is input_ids),
-            "positions": where(lambda x: x is positions),
-            "size": where(lambda x: isinstance(x, int))}
+            "ids": ids,
+            "positions": where(arguments, lambda x: x is positions),
+            "size": where(looks, lambda x: isinstance(x, torch.SymInt)
+                          and str(x) == symbol)}
         self._arguments = list(arguments)
         self.check_invariants()
 

@@ -10,6 +10,7 @@ import torch
 
 from ...attention.kv_cache import kv_cache_block_bytes
 from ...config import VllmConfig
+from ...model.checkpoint import cache_folder
 from ...model.checkpoint import load_model
 from ...model.memory import available_host_memory
 from ...model.memory import cpu_kv_cache_bytes
@@ -20,6 +21,7 @@ from ...model.memory import model_dtype
 from ...model.memory import take_device
 from ..core.scheduler_output import SchedulerOutput
 from ..messages import ModelRunnerOutput
+from .cuda_graph import make_run_model
 from .model_runner import ModelRunner
 
 # %% ../../../nbs/54_v1_worker.ipynb #worker
@@ -43,9 +45,14 @@ class Worker:
 
     def load_model(self):
         "Load the weights and make the runner."
-        self.model = load_model(self.vllm_config)
+        config = self.vllm_config
+        self.model = load_model(config)
+        self.run_model = run = make_run_model(
+            self.model, config.compilation_config,
+            config.scheduler_config.max_num_batched_tokens, self.device,
+            cache_folder(config.load_config) / "compiled")
         self.model_runner = ModelRunner(
-            self.vllm_config, self.model, run_model=self.model)
+            config, self.model, run, getattr(run, "num_input_tokens", None))
         self.summary["weights_bytes"] = model_bytes(self.model)
 
     def get_kv_cache_block_bytes(self) -> int: # bytes, in all layers
@@ -78,6 +85,16 @@ class Worker:
             num_gpu_blocks=num_gpu_blocks, block_size=block_size,
             kv_cache_bytes=num_gpu_blocks * self.get_kv_cache_block_bytes(),
             kv_cache_tokens=num_gpu_blocks * block_size)
+        self.compile_or_warm_up_model()
+
+    def compile_or_warm_up_model(self):
+        "Compile and record whatever the config wants, before the first step."
+        if self.run_model is self.model: return
+        runner, run = self.model_runner, self.run_model
+        most = run.num_input_tokens(max(run.dispatcher.sizes, default=1))
+        run.warm_up(runner.buffers.input_ids.commit(most),
+                    runner.buffers.positions.commit(most), runner.backend)
+        self.summary |= run.summary()
 
     def execute_model(self,
         output: SchedulerOutput, # one step
