@@ -910,6 +910,7 @@ def test_kill_9_under_load():
     run(main)
 
 
+@pytest.mark.slow   # a third process
 def test_kill_9_while_idle():
     "Nobody waits, nobody has asked yet: it is seen all the same."
     async def main():
