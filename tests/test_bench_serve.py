@@ -678,10 +678,11 @@ def test_main_refuses_before_it_measures(tmp_path):
     cases = [(["--request-rate", "nan"], "request_rate"), (["--max-concurrency", "0"], "max_concurrency"),
              (["--base-url", "localhost:8000"], "must be like http"), (["--", "--seed", "1"], "without --model"),
              (["--model", "x", "--engine", "v3"], "'v3'"), (["--plot", "/no/where/x.svg"], "no such folder"),
+             (["--model", "--base-url", "http://x"], "give either"),
              (["--lengths", str(tmp_path / "none.csv")], "none.csv"), (["--num-requests", "0"], "num_requests")]
     with served() as server:
         for words, what in cases:
-            base = [] if "--base-url" in words or "--" in words else ["--base-url", server.url]
+            base = [] if {"--base-url", "--model", "--"} & set(words) else ["--base-url", server.url]
             with pytest.raises((ValueError, OSError), match=what): main(base + words)
     with pytest.raises(SystemExit): main(["--request-rate", "fast"])
 
@@ -774,6 +775,29 @@ def test_a_server_that_does_not_start():
     async def work():
         async with running_server(["--no-such-option"]): pass
     with pytest.raises(RuntimeError, match="ended with 2"): asyncio.run(work())
+
+
+TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=264, hidden_size=32,
+            intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=128)
+
+
+@pytest.mark.slow
+def test_both_engines_behind_our_own_server(tmp_path, capsys):
+    "The real thing, with a tiny model: every token is counted."
+    signal.alarm(240)   # two servers have to start
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    path = tmp_path / "rows.json"
+    assert main(["--model", str(tmp_path), "--engine", "v0", "v1", "--max-concurrency", "8", "--num-requests", "24",
+                 "--request-rate", "50", "--output-tokens", "9", "--api-key", "secret", "--json", str(path), "--",
+                 "--load-format", "dummy", "--tokenizer", "byte", "--num-gpu-blocks-override", "64"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["server"] for row in rows] == ["v0", "v1"] and "v1, open loop, 50 requests/s" in capsys.readouterr().out
+    planned = plan_requests(24, [(p, 9) for p, _ in read_lengths() if p + 9 <= 128], 50.0)
+    for row in rows:
+        assert (row["completed"], row["errors"], row["tokens_counted_by"]) == (24, {}, "server")
+        assert row["output_tokens"] == 24 * 9 and row["cached_prompt_tokens"] == 0
+        assert row["prompt_tokens"] == sum(r.prompt_tokens for r in planned), "the server's limit was asked for"
 
 
 # ------------------------------------------------------------------ addresses
