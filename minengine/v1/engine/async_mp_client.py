@@ -18,7 +18,6 @@ from .core_handle import CoreHandle
 from .mp_client import Mailbox
 from .wire import FrameType
 from .wire import UtilityCall
-from ..messages import EngineCoreOutputs
 
 # %% ../../../nbs/57e_v1_async_mp_client.ipynb #read-messages
 def read_messages(core: CoreHandle, mail: Mailbox):
@@ -58,8 +57,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         mail = self.mail
         while True:
             news = mail.expect_news() # before looking: nothing slips through
-            if mail.outputs: return mail.outputs.popleft()
-            if mail.refused: return EngineCoreOutputs()
+            if outputs := mail.next_outputs(): return outputs
             if self.dead: raise self.dead
             await news
 

@@ -32,14 +32,22 @@ class Mailbox:
         self.calls: dict[int, Future] = {}        # by call id, not answered
         self.serial = itertools.count(1)
         self.waiter: asyncio.Future | None = None
+        self.was_refused = False                  # and nobody was told yet
 
     def accept(self, kind: FrameType, message: Any):
         if kind is FrameType.OUTPUTS: self.outputs.append(message)
         elif kind is FrameType.REFUSED:
             self.refused.append((message.request_id, message.message))
+            self.was_refused = True
         elif kind is FrameType.UTILITY_OUTPUT:
             self._answer(self.calls.pop(message.call_id, None), message)
         self.wake()
+
+    def next_outputs(self) -> EngineCoreOutputs | None: # None: no news
+        if self.outputs: return self.outputs.popleft()
+        if not self.was_refused: return None
+        self.was_refused = False
+        return EngineCoreOutputs() # look into `refused`
 
     def _answer(self, future, result):
         if future is None: return # nobody waits any more
@@ -93,10 +101,9 @@ class SyncMPClient(EngineCoreClient):
             self.core.send(FrameType.ABORT, list(request_ids))
 
     def get_output(self):
-        outputs = self.mail.outputs
-        while not outputs and not self.refused:
+        while not (outputs := self.mail.next_outputs()):
             self.mail.accept(*self.core.receive())
-        return outputs.popleft() if outputs else EngineCoreOutputs()
+        return outputs
 
     def call_utility(self, method: str, *args, timeout_s: float | None = None):
         "Call a method of the core's process and wait for what it returns."
