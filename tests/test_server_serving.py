@@ -727,6 +727,41 @@ def test_chat_without_a_limit_uses_the_window(stage):
     assert answer["usage"]["total_tokens"] == 256 and answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_that_are_too_long(stage, stream):
+    "V0 would end such a request without a word; a client is told, on both engines."
+    with pytest.raises(RequestError, match="prompt has 300 tokens") as caught:
+        stage.run(stage.serving.create_completion(completion(prompt="x" * 300, stream=stream)))
+    assert caught.value.param == "prompt" and caught.value.status == 400
+    with pytest.raises(RequestError, match="^prompt 1: prompt has 300 tokens"):
+        stage.run(stage.serving.create_completion(completion(prompt=["x", "x" * 300], stream=stream)))
+    with pytest.raises(RequestError, match="prompt has 30[0-9] tokens") as caught:
+        stage.run(stage.serving.create_chat_completion(chat(messages=[{"role": "user", "content": "x" * 300}], stream=stream)))
+    assert caught.value.param == "messages"
+    stage.run(stage.idle())
+
+
+def test_client_leaves_a_real_engine(stage):
+    "vllm#9428: streamed or not, blocks come back, whoever hangs up when."
+    fields = dict(prompt=["Hello", "x"], n=2, max_tokens=200, ignore_eos=True, temperature=1.0)
+
+    async def main():
+        for stream in (False, True):
+            gone = asyncio.Event()
+            call = asyncio.create_task(stage.serving.create_completion(completion(stream=stream, **fields), gone.wait))
+            while not stage.num_unfinished() and not call.done(): await asyncio.sleep(0)
+            if not stream: gone.set()
+            if not stream:
+                with pytest.raises(ClientGone): await call
+            else:
+                answer = await call
+                await anext(answer)
+                await answer.aclose()
+            await stage.idle()
+
+    stage.run(main())
+
+
 def test_tokenize_and_detokenize(stage):
     def tokenize(**fields): return stage.run(stage.serving.tokenize(check_request(TokenizeRequest, fields)))
     def detokenize(ids): return stage.run(stage.serving.detokenize(check_request(DetokenizeRequest, {"tokens": ids}))).prompt

@@ -140,7 +140,7 @@ class ChoiceWriter:
         return text, completion_logprobs(
             ids, positions, offsets, self.tokenizer)
 
-# %% ../../nbs/82_server_completions.ipynb #completion-choice
+# %% ../../nbs/82_server_completions.ipynb #end-fields
 def end_fields(
     completion: CompletionOutput,
 ) -> dict: # for a choice; None in both until it has ended
