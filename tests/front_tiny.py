@@ -51,6 +51,8 @@ class ToyExecutor:
 
     def startup_summary(self): return {"weights_bytes": 0, "kv_cache_bytes": 0}
 
+    def check_health(self): pass
+
     def shutdown(self): self.closed += 1
 
     def execute_model(self, order):
