@@ -13,8 +13,9 @@ from v0_tiny import (
     BLOCK, VOCAB, Seq, dense_logits, greedy, prefills_first, random_prompt, tiny_config, tiny_model, tokens_of)
 
 from minengine.sampling_params import SamplingParams
+from minengine.v0.decode_graphs import make_decode_graphs
 from minengine.v0.model_runner import (
-    MAX_SEQ_LEN_TO_CAPTURE, ModelRunner, PromptScores, get_graph_batch_size, make_sequence_input, positions_to_compute)
+    ModelRunner, PromptScores, get_graph_batch_size, make_sequence_input, positions_to_compute)
 from minengine.v0.multi_step import MultiStepModelRunner, advance_metadata
 from minengine.v0.sequence import SequenceData, SequenceGroupMetadata
 from minengine.v0.worker import CacheEngine
@@ -23,13 +24,15 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Rig:
-    "A runner, its two pools, and the logits that it looked at."
+    "A runner, its two pools, and the logits that it looked at; decode steps are replayed."
 
-    def __init__(self, num_blocks=64, **config):
-        self.config = tiny_config(num_blocks=num_blocks, **config)
+    def __init__(self, num_blocks=64, use_cudagraph=True, **config):
+        self.config = tiny_config(num_blocks=num_blocks, use_cudagraph=use_cudagraph, **config)
         self.runner = ModelRunner(self.config, SimpleNamespace(compute_logits=self._look), tiny_model())
         self.caches = CacheEngine(self.config, num_blocks, 32)
         self.bursts, self.logits = MultiStepModelRunner(self.runner), None
+        self.graphs = self.runner.decode_graphs = make_decode_graphs(self.config, tiny_model())
+        if self.graphs: self.graphs.warm_up(self.caches.gpu_cache)
 
     def _look(self, hidden):
         self.logits = tiny_model().compute_logits(hidden)   # last of all, of the rows that are sampled
@@ -134,9 +137,9 @@ def test_v073_0_pad_table():
 def test_when_there_is_no_graph_there_is_no_padding():
     rig = Rig(max_num_seqs=12)
     assert rig.runner.num_decode_rows(9, 100) == 16
-    assert rig.runner.num_decode_rows(13, 100) == 13     # a batch larger than any graph
-    assert rig.runner.num_decode_rows(9, MAX_SEQ_LEN_TO_CAPTURE + 1) == 9
-    assert Rig(enforce_eager=True).runner.num_decode_rows(9, 100) == 9
+    assert rig.runner.num_decode_rows(17, 100) == 17     # a batch larger than any graph
+    assert rig.runner.num_decode_rows(9, 129) == 9       # a sequence longer than recorded
+    for off in dict(enforce_eager=True), dict(use_cudagraph=False): assert Rig(**off).runner.num_decode_rows(9, 100) == 9
     a, b, c = (Seq(n, [1, 2, 3], [i]) for i, n in enumerate("abc"))
     rig.step(a, b)
     made, _ = rig.step(a, b, c)      # a prompt among them: not a decode step

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from minengine.attention.kv_cache import make_kv_cache
 from minengine.attention.metadata import AttentionMetadata, set_forward_context
 from minengine.config import (
-    CacheConfig, DeviceConfig, LoadConfig, ModelConfig, SchedulerConfig, VllmConfig)
+    CacheConfig, CompilationConfig, DeviceConfig, LoadConfig, ModelConfig, SchedulerConfig, VllmConfig)
 from minengine.model.checkpoint import fill_dummy_weights
 from minengine.model.decoder import DecoderForCausalLM
 from minengine.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ VOCAB, BLOCK, LAYERS = 97, 4, 2
 
 
 def tiny_config(max_model_len=128, num_blocks=64, budget=128, max_num_seqs=16, enforce_eager=False,
-                backend="cpu", seed=0, **cache) -> VllmConfig:
+                backend="cpu", seed=0, use_cudagraph=False, **cache) -> VllmConfig:
     hf_config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, architectures=["LlamaForCausalLM"])
@@ -31,7 +31,8 @@ def tiny_config(max_model_len=128, num_blocks=64, budget=128, max_num_seqs=16, e
                     enforce_eager=enforce_eager, seed=seed),
         CacheConfig(BLOCK, num_gpu_blocks=num_blocks, **cache),
         SchedulerConfig(budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len),
-        device_config=DeviceConfig("cpu", backend), load_config=LoadConfig("dummy", use_tqdm=False))
+        device_config=DeviceConfig("cpu", backend), load_config=LoadConfig("dummy", use_tqdm=False),
+        compilation_config=CompilationConfig(use_cudagraph=use_cudagraph))
 
 
 @functools.cache

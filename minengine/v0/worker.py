@@ -26,6 +26,7 @@ from ..model.memory import model_bytes
 from ..model.memory import model_dtype
 from ..model.memory import swap_space_bytes
 from ..model.memory import take_device
+from .decode_graphs import make_decode_graphs
 from .model_runner import ModelInput
 from .model_runner import ModelRunner
 from .multi_step import MultiStepModelRunner
@@ -131,7 +132,7 @@ class WorkerBase:
         num_gpu_blocks: int, # blocks of the device's pool, on every worker
         num_cpu_blocks: int, # blocks of the host's
     ):
-        "Make both pools."
+        "Make both pools, and record decode steps on the device's."
         self.cache_engine = CacheEngine(
             self.vllm_config, num_gpu_blocks, num_cpu_blocks)
         block_size = self.vllm_config.cache_config.block_size
@@ -141,6 +142,15 @@ class WorkerBase:
             block_size=block_size, kv_cache_bytes=num_gpu_blocks * block_bytes,
             swap_space_bytes=num_cpu_blocks * block_bytes,
             kv_cache_tokens=num_gpu_blocks * block_size)
+        self.record_decode_steps()
+
+    def record_decode_steps(self):
+        "Record what the config wants, now that the pools stay where they are."
+        graphs = make_decode_graphs(self.vllm_config, self.model)
+        if graphs is None: return
+        graphs.warm_up(self.cache_engine.gpu_cache)
+        self.model_runner.decode_graphs = graphs
+        self.summary |= graphs.summary()
 
     def startup_summary(self) -> dict[str, int | str]: # sizes in bytes
         "Where the memory went, and how many tokens fit."
