@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONTEXT_TOKENS', 'MAX_BYTE_RUN', 'MAX_HELD_CHARS', 'REPLACEMENT', 'hub_is_reachable', 'get_tokenizer',
-           'ByteTokenizer', 'IncrementalDetokenizer', 'decode_token', 'check_stop_strings', 'apply_chat_template']
+           'ByteTokenizer', 'IncrementalDetokenizer', 'decode_token', 'token_bytes', 'check_stop_strings',
+           'apply_chat_template']
 
 # %% ../nbs/04_tokenizer.ipynb #export-imports
 import codecs
@@ -373,6 +374,18 @@ def decode_token(
         text = table.decode([*before, token_id])
         table.pieces[token_id] = text[len(table.decode(before)):]
     return table.pieces[token_id]
+
+# %% ../nbs/04_tokenizer.ipynb #token-bytes
+def token_bytes(
+    tokenizer: Any, # from `get_tokenizer`
+    token_id: int,  # any number
+) -> bytes:         # b"" outside the vocabulary
+    "A token's own bytes, also where they are only a part of a character."
+    text, table = decode_token(tokenizer, token_id), _table_of(tokenizer)
+    if REPLACEMENT not in text: return text.encode()
+    if table.byte_level: return table.bytes_of(token_id)
+    byte = table.fallback_byte(token_id)
+    return text.encode() if byte is None else bytes([byte])
 
 # %% ../nbs/04_tokenizer.ipynb #check-stop-strings
 def check_stop_strings(

@@ -18,12 +18,12 @@ from minengine.outputs import CompletionOutput, EngineDeadError, Logprob, Reques
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.server.chat import Serving
 from minengine.server.logprobs import (
-    chat_logprobs, completion_logprobs, prompt_offsets, token_bytes, top_by_text)
+    chat_logprobs, completion_logprobs, prompt_offsets, top_by_text)
 from minengine.server.fields import RequestError, check_request
 from minengine.server.protocol import (
     ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
 from minengine.server.serving import DONE, ClientGone, EventStream, describe_error, merge, start_all, unless_gone
-from minengine.tokenizer import ByteTokenizer
+from minengine.tokenizer import ByteTokenizer, token_bytes
 from minengine.v0.async_llm_engine import AsyncLLMEngine
 from minengine.v1.engine.async_llm import AsyncLLM
 
@@ -446,7 +446,7 @@ def test_prompt_offsets():
 
 def test_token_bytes():
     tokenizer = ByteTokenizer()
-    assert [token_bytes(t, tokenizer) for t in (97, 200, 256)] == [[97], [200], list(b"<|bos|>")]
+    assert [token_bytes(tokenizer, t) for t in (97, 200, 256)] == [b"a", b"\xc8", b"<|bos|>"]
 
 
 # Both engines, a tiny model
