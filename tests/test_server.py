@@ -574,3 +574,21 @@ def test_ctrl_c_while_it_starts_leaves_nobody(tmp_path):
         if process.poll() is None: process.kill()
         process.stderr.close()
         process.wait(10)
+
+
+def test_command_line(capsys, monkeypatch):
+    from minengine import bench_serve, cli
+    with pytest.raises(SystemExit) as ended: cli.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and all(w in text for w in ("--api-key", "--served-model-name", "--max-num-seqs", "[MODEL]"))
+    assert cli.main(["serve", "a", "--model", "b"]) == 2 and "two models" in capsys.readouterr().err
+    monkeypatch.setattr(bench_serve, "main", lambda words: words)
+    assert cli.main(["bench", "serve", "--seed", "1"]) == ["--seed", "1"]
+    seen = []
+    monkeypatch.setattr(launcher, "run_server", lambda *args: seen.extend(args) or 1)
+    monkeypatch.setenv("MINENGINE_API_KEY", "from the environment")
+    assert cli.main(["serve", "m", "--port", "1", "--engine", "v0"]) == 1
+    assert seen[0].model == "m" and seen[0].engine == "v0" and not seen[0].disable_log_stats
+    assert (seen[1].port, seen[1].api_key) == (1, "from the environment")
+    assert cli.main(["serve", "--api-key", "k", "--disable-log-stats"]) == 1
+    assert seen[2].disable_log_stats and seen[2].model is None and seen[3].api_key == "k"

@@ -88,6 +88,7 @@ def bind(
                          f"{error.strerror or error}") from error
     return sock
 
+# %% ../../nbs/84b_server_launcher.ipynb #base-url
 def base_url(sock: socket.socket) -> str: # what clients are told
     "Write a socket's address as a URL."
     host, port = sock.getsockname()[:2]
