@@ -1,9 +1,13 @@
 """What people met in engines of this kind, row by row.
 
 The field reports are a table of bugs that others reported against vLLM,
-nano-vllm, SGLang and more. `SECTIONS` holds the rows that V1 in one process can
-meet, each by the first report it names. A row is tested here, by a test that
-begins with its name, or elsewhere (`ROWS`), or it waits (`LATER`).
+nano-vllm, SGLang and more. `SECTIONS` holds the rows that an engine in one
+process can meet, each by the first report it names. A row is tested here, by a
+test that begins with its name, or elsewhere (`ROWS`), or it waits (`LATER`).
+
+Most rows concern both engines. Those of sections 1 to 8 are tested on V0 as
+well: here, by tests with `v0` in their name and by those that run on both, or
+elsewhere (`V0_ROWS`); `NOT_V0` says why a few cannot be.
 """
 import ast
 import functools
@@ -17,12 +21,22 @@ import pytest
 import torch
 from front_tiny import ARGS, ToyExecutor, make_config, make_folder
 from scheduling import counts, make_request, make_scheduler, names, step
+from v0_front import ToyExecutor as V0ToyExecutor
+from v0_front import assert_at_rest, run
+from v0_front import make_config as make_v0_config
+from v0_front import make_engine as make_v0_engine
+from v0_scheduling import chunks
+from v0_scheduling import make_group as make_v0_group
+from v0_scheduling import make_scheduler as make_v0_scheduler
+from v0_scheduling import step as v0_step
 from v1_tiny import Engine, alone, random_prompt
 
 from minengine.config import SchedulerConfig
 from minengine.llm import LLM
-from minengine.sampling_params import SamplingParams
+from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.tokenizer import ByteTokenizer
+from minengine.v0.cpu_gpu_allocator import Device
+from minengine.v0.llm_engine import LLMEngineV0
 from minengine.v1.engine.llm_engine import LLMEngineV1
 from minengine.v1.request import RequestStatus
 
@@ -35,6 +49,8 @@ SECTIONS = {
     # scheduler: admission, budget, preemption, starvation
     1: ["nano-vllm#144 (part 1)", "vllm#2163", "vllm#45414", "vllm#28558", "vllm#49097", "vllm#41951", "vllm#9342",
         "vllm-project/vllm-metal#200", "vllm#18411", "vllm#27367", "vllm#21809", "vllm#53130", "vllm#25890"],
+    # V0: swapping, groups, several answers
+    2: ["vllm#5578", "vllm#4451", "vllm#14326", "vllm#11898", "vllm#190"],
     # blocks: leaks, double frees, stale entries
     3: ["nano-vllm#163", "vllm#42571", "vllm#37076", "sglang#35270", "sgl-project/sglang-jax#982", "sglang#36855",
         "mini-sglang#142", "bytedance-iaas/sglang#508", "sglang#38355", "nano-vllm#66"],
@@ -69,6 +85,17 @@ ROWS = {
     "vllm#18411": "test_kv_cache_manager.py::test_failed_allocation_changes_nothing",
     "vllm#27367": "test_model_runner.py::test_field_vllm_27367_any_batch_gives_the_tokens_of_a_request_alone",
     "vllm#53130": "test_scheduler.py::test_max_num_seqs_limits_what_runs",
+
+    "vllm#5578": "test_v0_engine.py::test_field_vllm5578_many_groups_do_not_fill_the_swap_space "
+                 "test_v0_scheduler.py::test_no_new_groups_of_several_while_some_are_swapped_out",
+    "vllm#4451": "test_v0_engine.py::test_field_vllm4451_groups_are_swapped_and_go_on "
+                 "test_v0_scheduler.py::test_swapped_come_back",
+    "vllm#14326": "test_v0_engine.py::test_field_vllm14326_abort_reaches_every_sequence "
+                  "test_v0_async_engine.py::test_n_streams_and_aborts_as_one",
+    "vllm#11898": "test_v0_output_processor.py::test_field_vllm11898_each_child_streams_until_its_own_end "
+                  "test_v0_sampler.py::test_field_vllm_11898_answer_i_has_the_seed_plus_i "
+                  "test_equality.py::test_v0_four_answers_are_four_requests_with_the_next_seeds",
+    "vllm#190": "test_v0_worker.py::test_field_vllm_190_out_and_in_while_others_use_the_blocks",
 
     "nano-vllm#163": "test_kv_cache_manager.py::test_reused_block_is_forgotten",
     "vllm#42571": "test_kv_cache_manager.py::test_double_free",
@@ -170,8 +197,87 @@ ROWS = {
     "vllm#2418": "test_engine_core.py::test_field_vllm2163_vllm2418_a_pool_too_small_for_one_request",
 }
 
+# Row -> the tests elsewhere that run it on V0, besides those that run on both.
+V0_ROWS = {
+    "nano-vllm#144 (part 1)": "test_v0_model_runner.py::test_field_nano_vllm_144_decoding_without_a_cache_is_an_error "
+                              "test_v0_model_runner.py::test_recompute_of_prompt_and_output_gives_the_next_token",
+    "vllm#2163": "test_v0_engine.py::test_pools_that_are_too_small "
+                 "test_v0_engine.py::test_a_pool_that_is_accepted_serves_everybody",
+    "vllm#9342": "test_v0_scheduler.py::test_an_urgent_request_among_many",
+    "vllm#18411": "test_v0_blocks.py::test_allocation_is_all_or_nothing",
+    "vllm#27367": "test_v0_model_runner.py::test_any_schedule_gives_dense_logits "
+                  "test_equality.py::test_both_engines_give_the_tokens_of_a_request_alone",
+
+    "nano-vllm#163": "test_v0_blocks.py::test_a_block_reused_is_not_found_by_its_old_name",
+    "vllm#42571": "test_v0_blocks.py::test_double_free test_v0_blocks.py::test_sliding_window",
+    "sglang#35270": "test_v0_blocks.py::test_free_counts_while_a_shared_chain_is_freed",
+    "mini-sglang#142": "test_v0_blocks.py::test_promotion_changes_the_id "
+                       "test_v0_blocks.py::test_promotion_leaves_copies_of_this_step_alone",
+    "sglang#38355": "test_v0_blocks.py::test_an_unfinished_prompt_is_not_a_prefix "
+                    "test_v0_scheduler.py::test_blocks_of_a_prompt_cut_short_are_computed",
+    "nano-vllm#66": "test_v0_blocks.py::test_prompt_that_fills_its_last_block",
+
+    "vllm#12621": "test_v0_blocks.py::test_hash_does_not_collide",
+    "vllm#3264": "test_v0_blocks.py::test_adapters_do_not_share",
+    "vllm#30931": "test_v0_blocks.py::test_computed_blocks_tracker_sees_the_adapter",
+    "nano-vllm#199": "test_v0_blocks.py::test_full_hit "
+                     "test_v0_model_runner.py::test_prefill_chunk_decode_and_prefix_hit_equal_a_dense_forward",
+    "vllm#30320": "test_v0_scheduler.py::test_a_full_hit_computes_one_token",
+    "vllm#3251": "test_v0_model_runner.py::test_field_vllm_3251_42245_skipped_positions_are_an_error",
+    "vllm#3355": "test_v0_blocks.py::test_sliding_window",
+
+    "vllm#12600": "test_bad_input.py::test_prompt_longer_than_the_model "
+                  "test_v0_engine.py::test_a_prompt_that_is_too_long_is_ignored",
+    "vllm#40302": "test_v0_engine.py::test_pools_that_are_too_small",
+    "vllm#48567": "test_v0_output_processor.py::test_field_vllm48567_an_error_ends_its_own_request_only "
+                  "test_v0_output_processor.py::test_ids_outside_the_vocabulary_have_no_text",
+    "vllm#29355": "test_v0_engine.py::test_names_are_free_again_at_once",
+    "vllm#8393": "test_v0_async_engine.py::test_field_vllm8393_two_requests_under_one_name "
+                 "test_v0_scheduler.py::test_an_id_in_use_is_refused",
+    "vllm#42474": "test_bad_input.py::test_a_huge_max_tokens_is_clamped_for_generate_and_chat",
+    "vllm#40689": "test_llm.py::test_field_vllm40689_the_template_is_counted",
+
+    "vllm#21987": "test_v0_output_processor.py::test_nothing_ends_below_min_tokens",
+    "vllm#26317": "test_v0_output_processor.py::test_nothing_ends_below_min_tokens "
+                  "test_llm.py::test_eos_min_tokens_and_ignore_eos",
+    "vllm#5849": "test_v0_sampler.py::test_v073_1_13_min_tokens_masks_exactly_the_stop_ids",
+    "vllm#32163": "test_v0_sampler.py::test_v073_1_13_min_tokens_masks_exactly_the_stop_ids",
+    "vllm#984": "test_tokenizer.py::test_output_after_a_prompt",   # the same detokenizer in both
+    "vllm#21951": "test_v0_output_processor.py::test_field_vllm48567_an_error_ends_its_own_request_only",
+
+    "nano-vllm#249": "test_v0_sampler.py::test_greedy_rows_draw_no_numbers",
+    "vllm#6719": "test_v0_sampler.py::test_greedy_rows_draw_no_numbers",
+    "vllm#22180": "test_v0_sampler.py::test_v073_1_13_all_greedy_is_argmax",
+    "vllm-project/vllm-metal#646":
+        "test_v0_sampler.py::test_field_sendnn_542_a_greedy_row_beside_top_k_and_a_top_k_past_the_vocabulary",
+    "vllm#5639": "test_v0_sampler.py::test_field_vllm_5639_rows_do_not_depend_on_their_company",
+    "vllm#57719": "test_v0_sampler.py::test_penalties_equal_a_loop",
+    "vllm-project/vllm-metal#69":
+        "test_v0_sampler.py::test_field_vllm_1424_prompt_tokens_count_in_the_repetition_penalty_only",
+    "EleutherAI/lm-evaluation-harness#3154":
+        "test_llm.py::test_field_lm_eval3154_defaults_come_from_the_model",   # the front door is one for both
+    "vllm#17929": "test_v0_sampler.py::test_v073_1_13_seeded_twice_is_equal_and_the_global_generator_is_left_alone "
+                  "test_v0_model_runner.py::"
+                  "test_field_vllm_17929_the_engines_seed_decides_and_the_global_generator_is_left_alone",
+    "vllm#9453": "test_v0_sampler.py::test_v073_3_logprobs_are_of_the_processed_distribution "
+                 "test_llm.py::test_v0_reports_processed_logprobs_and_v1_raw_ones",
+    "vllm#15420": "test_v0_model_runner.py::test_field_vllm_15420_prompt_logprobs_over_chunks",
+    "vllm#44319": "test_v0_sampler.py::test_field_vllm_44319_entries_are_by_id_and_k_or_k_plus_1",
+    "vllm#5334": "test_tokenizer.py::test_decode_token_is_its_own_piece",   # one function for both
+    "nano-vllm#260": "test_v0_sampler.py::test_field_nano_vllm_260_the_token_that_crosses_p_is_kept",
+
+    "vllm#5898": "test_llm.py::test_alone_and_together_are_equal test_equality.py::test_v0_smollm2_equals_transformers",
+}
+
+# Rows of sections 1 to 8 that V0 cannot meet here, and why.
+NOT_V0 = {
+    "vllm#28558": "V0 has no draft tokens here",
+    "vllm#25890": "V0 takes no images here",
+    "vllm#20261": "V0 takes no images here; in 0.7.3 they switched its prefix cache off",
+    "vllm#36708": "V0 takes no images here; in 0.7.3 they switched its prefix cache off",
+}
+
 LATER = {
-    "vllm#9342": "V0 only: priorities. V1 refuses them by name",
     "vllm#42125": "LoRA: adapters are not built; with them, a reload must change the id or empty the cache",
     "vllm#19861": "server: an alias of the chat API. `max_tokens=None` takes the rest of the window already",
 }
@@ -194,13 +300,23 @@ def names_in(file: str) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
+def runs_on_v0(function) -> bool:
+    "By its name, or because it runs on both."
+    both = {"llm", "toy", "engine"}
+    return "_v0_" in function.name or any(arg.arg in both for arg in function.args.args)
+
+
+V0_TESTS = [node.name for node in ast.parse(Path(__file__).read_text()).body
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and runs_on_v0(node)]
+
+
 def is_tested_here(row): return any(name.startswith(prefix_of(row)) for name in names_in(Path(__file__).name))
 
 
 def test_table_prefixes_tell_rows_apart():
     assert prefix_of("nano-vllm#144 (part 1)") == "test_nano_vllm_144_part_1_"
     assert prefix_of("vllm-project/vllm-metal#200") == "test_vllm_metal_200_"
-    assert len(set(map(prefix_of, ALL))) == len(ALL) == 91
+    assert len(set(map(prefix_of, ALL))) == len(ALL) == 96
 
 
 def test_table_every_row_is_tested_or_waits():
@@ -209,8 +325,16 @@ def test_table_every_row_is_tested_or_waits():
     assert all(LATER.values())
 
 
+def test_table_every_row_of_sections_1_to_8_is_tested_on_v0():
+    rows = [row for section in (1, 3, 4, 5, 6, 7, 8) for row in SECTIONS[section]]   # the second is V0's own
+    tested = [row for row in rows if row in V0_ROWS or any(name.startswith(prefix_of(row)) for name in V0_TESTS)]
+    assert [row for row in rows if row not in tested and row not in NOT_V0 and row not in LATER] == [], "not on V0, no reason"
+    assert [row for row in NOT_V0 if row in tested] == [], "these are tested"
+    assert [row for row in (*V0_ROWS, *NOT_V0) if row not in rows] == []
+
+
 def test_table_tests_elsewhere_exist():
-    listed = [test.split("::") for tests in ROWS.values() for test in tests.split()]
+    listed = [test.split("::") for tests in (*ROWS.values(), *V0_ROWS.values()) for test in tests.split()]
     assert [test for test in listed if test[1] not in names_in(test[0])] == []
     assert Path(__file__).name not in {file for file, _ in listed}
 
@@ -255,16 +379,40 @@ def says(tokens: list[int]) -> type:
     return Says
 
 
-def finish(engine: LLMEngineV1) -> dict:
+def finish(engine) -> dict:
     "The last output of every request."
     done = {}
     while engine.has_unfinished_requests():
         for out in engine.step(): done[out.request_id] = out
-        core_of(engine).check_invariants()
+        if isinstance(engine, LLMEngineV1): core_of(engine).check_invariants()
+    if isinstance(engine, LLMEngineV0): assert_at_rest(engine)
     return done
 
 
 def core_of(engine): return engine.engine_core.engine_core
+
+
+def toy_v1(tokens=None, eos=(257,), **config) -> LLMEngineV1:
+    "An engine without a model; it answers `tokens`, or the last one plus one."
+    return toy_engine(says(tokens) if tokens else ToyExecutor, eos, **config)
+
+
+def toy_v0(tokens=None, eos=(257,), **config) -> LLMEngineV0:
+    "The same of the other kind."
+    class Says(V0ToyExecutor):
+        def _sample(self, params, data, done, index):
+            if tokens is None: return super()._sample(params, data, done, index)
+            n = data.get_output_len() + len(done)
+            return tokens[n] if n < len(tokens) else 0   # a late end's step for nobody
+    config = make_v0_config(**config)
+    config.model_config.generation_config = {"eos_token_id": list(eos)}
+    return LLMEngineV0(config, Says, tokenizer=ByteTokenizer())
+
+
+def toy_v0_late(*args, **config) -> LLMEngineV0: return toy_v0(*args, use_async=True, **config)
+
+
+on_both = pytest.mark.parametrize("toy", [toy_v1, toy_v0, toy_v0_late])
 
 
 def assert_pool_is_whole(scheduler):
@@ -315,6 +463,29 @@ def test_vllm_45414_under_load_every_step_gets_somebody_further(seed):
     assert_pool_is_whole(scheduler)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_vllm_45414_v0_under_load_every_step_gets_somebody_further(seed):
+    rng = random.Random(seed)
+    class Small(V0ToyExecutor): num_cpu_blocks = 8
+    engine = make_v0_engine(
+        executor=Small, num_blocks=12, max_model_len=40, budget=rng.choice([8, 16]), chunked=True, caching=rng.random() < 0.5,
+        preemption_mode=rng.choice([None, "swap"]), use_async=rng.random() < 0.5, max_num_seqs=rng.choice([4, 6]))
+    wanted, lengths, num_idle = {}, {}, 0
+    for n in range(2000):
+        if n < 150 and n % 3 == 0:
+            length, params = rng.randrange(1, 41), SamplingParams(max_tokens=rng.randrange(1, 14), ignore_eos=True)
+            engine.add_request(f"r{n}", [7] * length, params)
+            wanted[f"r{n}"] = min(params.max_tokens, 41 - length)
+        if n >= 150 and not engine.has_unfinished_requests(): break
+        before = len(engine.executor.requests)
+        for out in engine.step(): lengths[out.request_id] = len(out.outputs[0].token_ids)
+        # V0 makes room in one step and uses it in the next; and an output may come late.
+        num_idle = num_idle + 1 if len(engine.executor.requests) == before and engine.has_unfinished_requests() else 0
+        assert num_idle <= 2, f"step {n}: nobody got further for {num_idle} steps"
+    assert lengths == wanted and engine.scheduler.num_cumulative_preemption > 0   # the test tests
+    assert_at_rest(engine)
+
+
 @pytest.mark.parametrize("needy", range(5))
 def test_vllm_49097_a_victim_costs_nobody_else_the_step(needy):
     "Someone is preempted, the list gets shorter, and the loop passes over a request that could have run."
@@ -327,6 +498,18 @@ def test_vllm_49097_a_victim_costs_nobody_else_the_step(needy):
     others = [str(i) for i in range(4)]
     assert counts(order) == dict.fromkeys(others, 1) and list(outputs) == others
     assert names(scheduler.running) == others and names(scheduler.waiting) == ["4"]
+
+
+@pytest.mark.parametrize("policy, others", [("fcfs", "0123"), ("priority", "1234")])
+@pytest.mark.parametrize("needy", range(5))
+def test_vllm_49097_v0_a_victim_costs_nobody_else_the_step(policy, others, needy):
+    # The first in the queue is the least urgent: by priority the victim stands before all others.
+    scheduler = make_v0_scheduler(num_gpu=10, policy=policy)
+    for i in range(5):
+        scheduler.add_seq_group(make_v0_group(i, 8 if i == needy else 6, arrival=float(i), priority=9 * (i == 0)))
+    v0_step(scheduler)
+    assert chunks(v0_step(scheduler)[1]) == [(i, 1) for i in others]
+    assert len(scheduler.waiting) == 1
 
 
 def test_vllm_41951_the_victim_comes_back_first_and_finds_its_blocks():
@@ -344,6 +527,32 @@ def test_vllm_41951_the_victim_comes_back_first_and_finds_its_blocks():
     [resumed], [new] = order.scheduled_cached_reqs, order.scheduled_new_reqs
     assert (resumed.req_id, resumed.num_computed_tokens, new.req_id) == ("y", 16, "early")
     assert counts(order) == {"y": 9, "early": 5}
+
+
+@pytest.mark.parametrize("policy, order", [("fcfs", ["y", "early"]), ("priority", ["early", "y"])])
+def test_vllm_41951_v0_who_comes_back_first_is_the_policys_affair(policy, order):
+    "First come: the victim stands at the head. By priority: among equals, the earlier arrival, as its page says."
+    scheduler = make_v0_scheduler(num_gpu=5, policy=policy)
+    for name, arrival in (("x", 5.0), ("y", 9.0)): scheduler.add_seq_group(make_v0_group(name, 8, arrival=arrival))
+    v0_step(scheduler)
+    scheduler.add_seq_group(make_v0_group("early", 8, arrival=1.0))
+    v0_step(scheduler)                   # x needs a third block, the fifth; y has to go
+    assert [group.request_id for group in scheduler.waiting] == order
+    assert some_page_says("sorts by a number that the user gives", "then by time of arrival")
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(preemption_mode="swap"), dict(num_blocks=24), dict(num_steps=4)], ids=str)
+def test_vllm_9342_v0_an_urgent_request_ends_nobody(settings):
+    "Ten seats, fifteen requests, then one that is more urgent: the engine is gone."
+    engine = make_v0_engine(max_num_seqs=10, policy="priority", **settings)
+    for i in range(15): engine.add_request(str(i), [i] * 5, SamplingParams(max_tokens=12), arrival_time=float(i))
+    for _ in range(2): engine.step()
+    engine.add_request("urgent", [100, 101], SamplingParams(max_tokens=12), arrival_time=99.0, priority=-100)
+    done = {o.request_id: o.outputs[0].token_ids for o in run(engine) if o.finished}
+    assert done == {**{str(i): list(range(i + 1, i + 13)) for i in range(15)}, "urgent": list(range(102, 114))}
+    assert list(done).index("urgent") < 11, "five were waiting before it came"
+    assert engine.scheduler.num_cumulative_preemption > 0
+    assert_at_rest(engine)
 
 
 def test_vllm_metal_200_a_prompt_longer_than_a_step_does_not_wait_for_ever(llm):
@@ -379,6 +588,42 @@ def test_vllm_21809_preemptions_are_counted(length, budget):
     assert done == {f"r{i}": list(range(i + 1, i + 13)) for i in range(8)}
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("length, budget", [(24, 16), (8, 64)])
+def test_vllm_21809_v0_a_prompt_starts_if_all_of_it_fits_and_preemptions_are_counted(length, budget, mode):
+    class Counts(V0ToyExecutor):
+        num_back, away = 0, frozenset()
+        def execute_model(self, request):
+            groups = request.seq_group_metadata_list
+            self.num_back += sum(g.is_prompt and data.get_output_len() > 0 and not data.get_num_computed_tokens()
+                                 for g in groups for data in g.seq_data.values())
+            self.num_back += bool(request.blocks_to_swap_in) and len(self.away & {g.request_id for g in groups})
+            return super().execute_model(request)
+    engine = make_v0_engine(log_stats=True, executor=Counts, num_blocks=16, budget=budget, chunked=True, preemption_mode=mode)
+    for i in range(8): engine.add_request(f"r{i}", [i] * length, SamplingParams(max_tokens=12))
+    done, begun = {}, set()
+    while engine.has_unfinished_requests():
+        engine.executor.away = frozenset(g.request_id for g in engine.scheduler.swapped)
+        before = engine.scheduler.num_cumulative_preemption
+        for out in engine.step(): done[out.request_id] = out.outputs[0].token_ids
+        if engine.scheduler.num_cumulative_preemption > before: assert any(done.values()), "a prompt was given up half-way"
+        assert engine.last_stats.num_preemptions == engine.scheduler.num_cumulative_preemption
+    assert engine.last_stats.num_preemptions == engine.executor.num_back > 0
+    assert done == {f"r{i}": list(range(i + 1, i + 13)) for i in range(8)}
+
+
+def test_vllm_53130_v0_groups_on_the_host_take_no_seats():
+    "Running and parked requests together reach `max_num_seqs`, and nobody is ever admitted again."
+    scheduler = make_v0_scheduler(num_gpu=5, num_cpu=8, max_seqs=2, chunked=True, preemption_mode="swap")
+    for name in "ab": scheduler.add_seq_group(make_v0_group(name, 8, max_tokens=20))
+    v0_step(scheduler)
+    scheduler.add_seq_group(make_v0_group("c", 3, max_tokens=2))
+    outputs = v0_step(scheduler)[1]      # a needs a third block: b goes to the host, and c comes in
+    assert chunks(outputs) == [("c", 3), ("a", 1)] and [g.request_id for g in scheduler.swapped] == ["b"]
+    for _ in range(60): v0_step(scheduler)
+    assert not scheduler.has_unfinished_seqs()
+
+
 @pytest.mark.parametrize("budget, cache", [(50, 80), (80, 50)])
 def test_vllm_25890_media_that_never_fits_is_refused_and_what_fits_gets_through(budget, cache):
     "One huge picture: the engine makes empty steps for ever."
@@ -393,7 +638,77 @@ def test_vllm_25890_media_that_never_fits_is_refused_and_what_fits_gets_through(
     assert_pool_is_whole(scheduler)
 
 
+# 2. Several answers, and swapping -----------------------------------------------------
+
+def test_vllm_14326_leaving_a_stream_of_two_answers_ends_both(llm):
+    "The client goes, the log says so, and both answers are computed to their end."
+    params = SamplingParams(n=2, ignore_eos=True, max_tokens=150)
+    stream = llm.stream("abc", params)
+    for _ in range(3): next(stream)
+    stream.close()
+    llm.generate("next", greedy(1), **quick)
+    assert not llm.llm_engine.has_unfinished_requests()
+    if llm.engine_name == "v0": assert_at_rest(llm.llm_engine)
+    else: assert_pool_is_whole(core_of(llm.llm_engine).scheduler)
+
+
+def test_vllm_11898_answers_with_a_seed_differ_and_each_streams_to_its_end(llm):
+    "Three answers with one seed are the same text three times, and all streams stop with the first."
+    def params(n=1, **kw): return SamplingParams(n=n, temperature=1, max_tokens=12, stop_token_ids=list(range(0, 250, 9)), ignore_eos=True, **kw)
+    together, = llm.generate("abc", params(3, seed=7), **quick)
+    alone = [llm.generate("abc", params(seed=seed), **quick)[0].outputs[0] for seed in (7, 8, 9)]
+    assert [c.token_ids for c in together.outputs] == [c.token_ids for c in alone]
+    assert len({tuple(c.token_ids) for c in alone}) == 3
+    assert len({len(c.token_ids) for c in alone}) > 1, "the test tests: they end at different times"
+    streamed = {i: [] for i in range(3)}
+    for out in llm.stream("abc", params(3, seed=7, output_kind=RequestOutputKind.DELTA)):
+        for c in out.outputs: streamed[c.index] += c.token_ids
+    assert list(streamed.values()) == [c.token_ids for c in alone]
+
+
+def test_vllm_190_pages_say_in_which_order_a_group_is_swapped():
+    "Readers see the status change before the copy, and take it for a mistake."
+    assert some_page_says("marks the sequences as swapped at once, and only then", "before the next forward pass")
+
+
 # 3. Blocks ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_vllm_37076_v0_nan_in_free_blocks_never_reaches_an_output(tmp_path, mode):
+    folder = make_folder(tmp_path / "tiny")
+    def start(num_blocks):
+        args = ARGS | dict(num_gpu_blocks_override=num_blocks, max_model_len=128, block_size=4, swap_space=0.001)
+        return LLM(folder, "v0", **args, preemption_mode=mode)
+    roomy, tight = start(512), start(40)
+    prompts = [[(7 * i + j) % 250 for j in range(9 + 11 * i)] for i in range(8)]
+    wanted = [out.outputs[0].token_ids for out in roomy.generate(prompts, greedy(20), **quick)]
+    engine, step = tight.llm_engine, tight.llm_engine.step
+    pools = engine.executor.driver_worker.cache_engine.gpu_cache
+    def poisoned():
+        outputs = step()
+        free = list(engine.scheduler.block_manager.block_allocator.allocators[Device.GPU]._free_block_ids)
+        for pool in pools: pool[:, free] = float("nan")
+        return outputs
+    engine.step = poisoned
+    for _ in range(2): assert [out.outputs[0].token_ids for out in tight.generate(prompts, greedy(20), **quick)] == wanted
+    assert engine.scheduler.num_cumulative_preemption > 0 == engine.scheduler.num_swap_fallbacks
+
+
+@pytest.mark.parametrize("max_tokens", [4, 5, 50])
+@pytest.mark.parametrize("late", [False, True])
+def test_sglang_jax_982_v0_two_ways_to_end_free_once(max_tokens, late):
+    "Stop string, length and abort; and with late outputs a step that turns out to be unnecessary."
+    engine = toy_v0(num_blocks=16, use_async=late)
+    engine.add_request("r", "a", SamplingParams(max_tokens=max_tokens, stop=["de"]))
+    engine.add_request("other", "k", SamplingParams(max_tokens=30))
+    answer = None
+    while answer is None:
+        for out in engine.step():
+            if out.request_id == "r" and out.finished: answer = out.outputs[0]
+    assert (answer.text, answer.stop_reason, len(answer.token_ids)) == ("bc", "de", 4)
+    for _ in range(2): engine.abort_request(["r", "never heard of"])
+    assert finish(engine)["other"].outputs[0].token_ids == list(range(108, 138))
+
 
 @pytest.mark.parametrize("max_tokens", [4, 5, 50])
 def test_sglang_jax_982_two_ways_to_end_free_once(max_tokens):
@@ -433,6 +748,39 @@ def test_sglang_36855_what_is_not_read_from_the_cache_is_computed_once(caching, 
     else: assert 1 <= engine.scheduler.num_preempted <= 2   # and not again and again
 
 
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [64, 14])
+def test_sglang_36855_v0_what_is_not_read_from_the_cache_is_computed_once(caching, num_blocks):
+    class Counts(V0ToyExecutor):
+        num_computed = 0
+        def execute_model(self, request):
+            self.num_computed += sum(g.token_chunk_size for g in request.seq_group_metadata_list)
+            return super().execute_model(request)
+    engine = make_v0_engine(executor=Counts, num_blocks=num_blocks, max_model_len=56, budget=8, chunked=True, caching=caching)
+    for i in range(2): engine.add_request(str(i), [i] * 40, SamplingParams(max_tokens=6, prompt_logprobs=0))
+    done = {o.request_id: o for o in run(engine, max_steps=60) if o.finished}
+    assert {i: (len(o.prompt_logprobs), o.outputs[0].token_ids) for i, o in done.items()} == {
+        str(i): (40, list(range(i + 1, i + 7))) for i in range(2)}
+    if num_blocks == 64: assert engine.executor.num_computed == 2 * (40 + 5) and not engine.scheduler.num_cumulative_preemption
+    else: assert engine.scheduler.num_cumulative_preemption <= 2   # and not again and again
+    assert_at_rest(engine)
+
+
+def test_sglang_508_v0_a_shared_start_holds_no_more_than_itself():
+    "Two prompts share a block; of each rest, the whole can be overwritten once its request has ended."
+    scheduler = make_v0_scheduler(num_gpu=6, caching=True)
+    prompts = {"AB": [1, 2, 3, 4, 5, 5, 5, 5], "AC": [1, 2, 3, 4, 6, 6, 6, 6]}
+    for name, prompt in prompts.items(): scheduler.add_seq_group(make_v0_group(name, prompt, max_tokens=1))
+    for name in prompts: v0_step(scheduler)
+    assert scheduler.block_manager.get_num_free_gpu_blocks() == 6
+    scheduler.add_seq_group(make_v0_group("AB again", prompts["AB"], max_tokens=9))
+    v0_step(scheduler)
+    assert scheduler.block_manager.get_num_free_gpu_blocks() == 4   # A and B are held; C is free with the rest
+    scheduler.add_seq_group(make_v0_group("big", [9] * 12, max_tokens=1))
+    assert chunks(v0_step(scheduler)[1]) == [("big", 12)]
+    scheduler.check_invariants()
+
+
 def test_mini_sglang_142_a_table_never_changes_under_its_request():
     "Pages of an unfinished request are freed as duplicates of cached ones; its table still names them."
     rng = random.Random(2)
@@ -460,6 +808,16 @@ def test_mini_sglang_142_a_table_never_changes_under_its_request():
 
 
 # 4. Prefix cache -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("length", [16, 32, 64, 128])
+def test_nano_vllm_199_the_same_aligned_prompt_twice(llm, length):
+    "Found to its last token, a prompt leaves nothing to compute, and attention fails."
+    llm.reset_prefix_cache()
+    prompt = [[(5 * i) % 240 for i in range(length)]]
+    first, again = (llm.generate(prompt, greedy(), **quick)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0 and length - 16 <= again.num_cached_tokens < length
+    assert first.outputs[0].token_ids == again.outputs[0].token_ids
+
 
 def test_vllm_23399_prompt_logprobs_do_not_read_the_cache_and_a_page_says_so(llm):
     "The guide says one thing about prompt logprobs and prefix caching, the engine does another."
@@ -490,6 +848,22 @@ def test_vllm_42245_scores_do_not_depend_on_who_came_before():
             torch.testing.assert_close(torch.tensor(found[name].logprobs), torch.tensor(wanted[name].logprobs), atol=1e-4, rtol=0)
 
 
+def test_vllm_42245_scores_of_either_engine_do_not_depend_on_who_came_before(llm):
+    start = [(3 * i) % 200 for i in range(48)]
+    prompts = {"a": start + [1, 2, 3], "b": start + [1, 9], "c": start[:33]}
+    def scores_of(order):
+        llm.reset_prefix_cache()
+        llm.generate([start], greedy(3), **quick)   # fills the cache
+        outputs = llm.generate([prompts[name] for name in order], greedy(2, prompt_logprobs=2), **quick)
+        return {name: out.prompt_logprobs for name, out in zip(order, outputs)}
+    wanted = {name: scores_of(name)[name] for name in prompts}
+    for order in itertools.permutations("abc"):
+        for name, found in scores_of(order).items():
+            assert found[0] is None and len(found) == len(prompts[name])
+            for token, here, there in zip(prompts[name][1:], found[1:], wanted[name][1:]):
+                assert token in here and here[token].logprob == pytest.approx(there[token].logprob, abs=1e-4)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_vllm_5344_scoring_a_long_prompt_twice_harms_nobody(llm, max_tokens):
     "`echo` with `logprobs` on a long prompt, sent twice with prefix caching: the engine is gone."
@@ -506,10 +880,11 @@ def test_vllm_5344_scoring_a_long_prompt_twice_harms_nobody(llm, max_tokens):
     assert first.outputs[0].token_ids == second.outputs[0].token_ids and len(first.outputs[0].token_ids) == max_tokens
 
 
-def test_vllm_57610_an_edit_at_the_end_still_hits_with_a_sliding_window(tmp_path):
+@pytest.mark.parametrize("engine", ["v1", "v0"])
+def test_vllm_57610_an_edit_at_the_end_still_hits_with_a_sliding_window(tmp_path, engine):
     "With a window, a prompt that differs in its last tokens finds nothing in the cache."
     folder = make_folder(tmp_path / "window", architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=24)
-    cached, plain = (LLM(folder, **ARGS, enable_prefix_caching=caching) for caching in (True, False))
+    cached, plain = (LLM(folder, engine, **ARGS, enable_prefix_caching=caching) for caching in (True, False))
     chat = [(13 * i) % 250 for i in range(100)]
     for prompt, num_cached in ((chat, 0), (chat[:98] + [1, 2], 96), (chat[:90] + [3] * 10, 80), (chat + [4], 96)):
         out, wanted = (llm.generate([prompt], greedy(), **quick)[0] for llm in (cached, plain))
@@ -518,10 +893,11 @@ def test_vllm_57610_an_edit_at_the_end_still_hits_with_a_sliding_window(tmp_path
 
 # 5. Bad input ----------------------------------------------------------------------------
 
-def test_vllm_54195_a_bad_word_past_the_logits_leaves_its_neighbours_alone(tmp_path):
+@pytest.mark.parametrize("engine", ["v1", "v0"])
+def test_vllm_54195_a_bad_word_past_the_logits_leaves_its_neighbours_alone(tmp_path, engine):
     "A token id that has no logit ends the step, or lands in the row of somebody else."
     # The tokenizer has 261 tokens, the model 258 logits.
-    llm = LLM(make_folder(tmp_path / "narrow", vocab_size=258), **ARGS)
+    llm = LLM(make_folder(tmp_path / "narrow", vocab_size=258), engine, **ARGS)
     wanted = [out.outputs[0].token_ids for out in llm.generate(["one", "two"], greedy(), **quick)]
     params = [greedy(bad_words=["<|user|>"]), greedy()]
     assert [out.outputs[0].token_ids for out in llm.generate(["one", "two"], params, **quick)] == wanted
@@ -532,30 +908,110 @@ def test_vllm_54195_a_bad_word_past_the_logits_leaves_its_neighbours_alone(tmp_p
     assert list(running)[-1].outputs[0].token_ids == wanted[1]
 
 
+@pytest.mark.parametrize("engine", ["v1", "v0"])
+@pytest.mark.parametrize("vocab_size, allowed, refused", [(258, 257, 258), (300, 299, 300)])
+def test_vllm_ascend_15228_ids_are_checked_against_the_logits(tmp_path, engine, vocab_size, allowed, refused):
+    "The tokenizer has 261 tokens, the model fewer logits, or more."
+    llm = LLM(make_folder(tmp_path / "tiny", vocab_size=vocab_size), engine, **ARGS)
+    out, = llm.generate("one", greedy(3, allowed_token_ids=[allowed]), **quick)
+    assert out.outputs[0].token_ids == [allowed] * 3
+    for field in ("allowed_token_ids", "stop_token_ids"):
+        with pytest.raises(ValueError, match=rf"{field}\[0\] is {refused}, .* from 0 to {vocab_size - 1}"):
+            llm.generate("one", greedy(**{field: [refused]}), **quick)
+
+
 # 6. Text, stop strings, ends -----------------------------------------------------------------
 
-@pytest.mark.parametrize("skip, text", [(True, "hello"), (False, "hello<|system|>")])
+@on_both
+@pytest.mark.parametrize("kind", list(RequestOutputKind)[:2])
+@pytest.mark.parametrize("stop, include, text", [
+    (["DEFGHIJ"], False, "ABC"), (["DEFGHIJ"], True, "ABCDEFGHIJ"), (["XYZ", "EFG"], False, "ABCD"), (["DEFX"], False, "ABCDEFGHIJKL")])
+def test_vllm_3574_streams_never_leak_a_stop_string(toy, kind, stop, include, text):
+    "A stop string of seven tokens: its first pieces are shown before it is complete."
+    engine = toy()
+    engine.add_request("r", "@", SamplingParams(
+        max_tokens=12, stop=stop, include_stop_str_in_output=include, output_kind=kind))
+    seen = ""
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            piece = out.outputs[0].text
+            seen = seen + piece if kind is RequestOutputKind.DELTA else piece
+            assert text.startswith(seen), f"{seen!r} was shown"
+    assert seen == text
+
+
+@on_both
+def test_vllm_2577_a_stream_ends_where_the_whole_answer_ends(toy):
+    "With streaming, a long stop string is not found."
+    answers = set()
+    for kind in RequestOutputKind:
+        engine = toy(list(b"Thought: look\nObservation: nothing"))
+        engine.add_request("r", "Q", SamplingParams(max_tokens=34, stop=["\nObservation"], output_kind=kind))
+        seen = []
+        while engine.has_unfinished_requests(): seen += [out.outputs[0] for out in engine.step()]
+        text = "".join(c.text for c in seen) if kind is RequestOutputKind.DELTA else seen[-1].text
+        answers.add((text, seen[-1].finish_reason, seen[-1].stop_reason))
+    assert answers == {("Thought: look", "stop", "\nObservation")}
+
+
+@on_both
+@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("include", [True, False])
-def test_vllm_3672_a_special_stop_token_cuts_no_text_before_it(skip, text, include):
+def test_vllm_3672_a_special_stop_token_cuts_no_text_before_it(toy, skip, include):
     "The stop token is special and is not shown; the text loses as many characters as if it had been."
-    engine = toy_engine(says([*b"hello", SPECIAL, *b"never"]))
+    engine = toy([*b"hello", SPECIAL, *b"never"])
     engine.add_request("r", "Q", SamplingParams(
         max_tokens=9, stop_token_ids=[SPECIAL], skip_special_tokens=skip, include_stop_str_in_output=include))
     answer = finish(engine)["r"].outputs[0]
-    assert (answer.text, answer.token_ids) == (text, [*b"hello", SPECIAL])
+    # Asked to show special tokens, V0 cuts a stop token's text as it cuts a stop string's.
+    shown = not skip and (include or toy is toy_v1)
+    assert (answer.text, answer.token_ids) == ("hello" + "<|system|>" * shown, [*b"hello", SPECIAL])
     assert (answer.finish_reason, answer.stop_reason) == ("stop", SPECIAL)
 
 
+@on_both
 @pytest.mark.parametrize("params, num_tokens, reason", [
     ({}, 2, SPECIAL), (dict(ignore_eos=True), 8, None), (dict(ignore_eos=True, stop_token_ids=[259]), 4, 259),
     (dict(stop_token_ids=[65]), 1, 65), (dict(min_tokens=5), 6, None)])
-def test_vllm_4589_ignore_eos_ignores_every_end_of_the_model_and_no_other(params, num_tokens, reason):
+def test_vllm_4589_ignore_eos_ignores_every_end_of_the_model_and_no_other(toy, params, num_tokens, reason):
     "The config lists several end tokens; with `ignore_eos`, all but the first still end the output."
-    engine = toy_engine(says([65, SPECIAL, 66, 259, 67, 257, 68, 69]), eos=(257, SPECIAL, 259))
+    engine = toy([65, SPECIAL, 66, 259, 67, 257, 68, 69], eos=(257, SPECIAL, 259))
     engine.add_request("r", "Q", SamplingParams(max_tokens=8, **params))
     answer = finish(engine)["r"].outputs[0]
     assert (len(answer.token_ids), answer.stop_reason) == (num_tokens, reason)
     assert answer.finish_reason == ("length" if num_tokens == 8 else "stop")
+
+
+@on_both
+@pytest.mark.parametrize("wishes, num_tokens", [
+    (dict(stop=["<|system|>"]), 8), (dict(stop=["<|system|>"], skip_special_tokens=False), 3), (dict(stop_token_ids=[SPECIAL]), 3)])
+def test_vllm_792_special_tokens_stop_by_id_not_by_string(toy, wishes, num_tokens):
+    "A special token as a stop string is never found, because its text is not there."
+    engine = toy([65, 66, SPECIAL, 67, 68, 69, 70, 71])
+    engine.add_request("r", "Q", SamplingParams(max_tokens=8, **wishes))
+    assert len(finish(engine)["r"].outputs[0].token_ids) == num_tokens
+
+
+@on_both
+def test_vllm_mlx_109_no_half_characters_in_a_stream(toy):
+    "A letter of two bytes, a picture of four: marks of replacement, one by one."
+    text = "ď🎈é"
+    for end in (len(text.encode()), len(text.encode()) - 1):   # the last one may be cut off by length
+        engine = toy(list(text.encode()))
+        engine.add_request("r", "Q", SamplingParams(max_tokens=end, output_kind=RequestOutputKind.DELTA))
+        pieces = []
+        while engine.has_unfinished_requests(): pieces += [out.outputs[0].text for out in engine.step()]
+        assert "".join(pieces) == text.encode()[:end].decode(errors="replace")
+        assert all("\ufffd" not in piece for piece in pieces[:-1])
+
+
+@on_both
+def test_vllm_4188_stop_strings_are_found_across_tokens_and_not_in_the_prompt(toy):
+    "A base model does not stop at the words it was given."
+    engine = toy(list(b" A: 4\nQuestion: 3+3"))
+    engine.add_request("r", "Question: 2+2?", SamplingParams(max_tokens=19, stop=["Question:"]))
+    answer = finish(engine)["r"].outputs[0]
+    assert (answer.text, answer.stop_reason) == (" A: 4\n", "Question:")
 
 
 # 8. Determinism ---------------------------------------------------------------------------------
@@ -571,6 +1027,18 @@ def test_vllm_23138_equal_requests_side_by_side_give_equal_tokens(caching):
     assert engine.run() == {str(i): wanted for i in range(8)}
     assert {len(order.num_scheduled_tokens) for order in engine.orders} >= {2, 5, 8}   # batches of many shapes
     assert some_page_says("bfloat16", "temperature 0", "rounding")   # where it is not promised
+
+
+def test_vllm_23138_equal_requests_among_others_give_equal_tokens(llm):
+    "Many times the same among others, some found in the cache and some not, in batches of many shapes."
+    llm.reset_prefix_cache()
+    prompt, others = [(9 * i) % 250 for i in range(45)], [[n] * (5 + 20 * n) for n in range(4)]
+    wanted = llm.generate([prompt], greedy(20), **quick)[0].outputs[0].token_ids
+    llm.reset_prefix_cache()
+    batch = [prompt, others[0], prompt, others[1], prompt, prompt, others[2], prompt, others[3], prompt]
+    params = [greedy(20) if p is prompt else greedy(3 + len(p) // 9) for p in batch]
+    tokens = [out.outputs[0].token_ids for out in llm.generate(batch, params, **quick)]
+    assert [t for t, p in zip(tokens, batch) if p is prompt] == [wanted] * 6
 
 
 def test_vllm_7779_logprobs_under_load_are_those_of_a_request_alone(llm):
