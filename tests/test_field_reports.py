@@ -601,7 +601,7 @@ def test_vllm_21809_v0_a_prompt_starts_if_all_of_it_fits_and_preemptions_are_cou
             return super().execute_model(request)
     engine = make_v0_engine(log_stats=True, executor=Counts, num_blocks=16, budget=budget, chunked=True, preemption_mode=mode)
     for i in range(8): engine.add_request(f"r{i}", [i] * length, SamplingParams(max_tokens=12))
-    done, begun = {}, set()
+    done = {}
     while engine.has_unfinished_requests():
         engine.executor.away = frozenset(g.request_id for g in engine.scheduler.swapped)
         before = engine.scheduler.num_cumulative_preemption
