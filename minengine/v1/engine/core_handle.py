@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_PATH_BYTES', 'POLL_MS', 'MAIN_GUARD', 'START_TIMEOUT_S', 'SHUTDOWN_TIMEOUT_S', 'make_directory', 'bind_socket',
-           'Connection', 'remote_error', 'check_main_guard', 'start_error', 'learn', 'interrupts_blocked',
-           'start_process', 'epitaph', 'has_ended', 'end_process', 'CoreHandle']
+           'Connection', 'remote_error', 'check_main_guard', 'start_error', 'epitaph', 'interrupts_blocked',
+           'start_process', 'has_ended', 'end_process', 'learn', 'CoreHandle']
 
 # %% ../../../nbs/57c_v1_core_handle.ipynb #export-imports
 import atexit
@@ -144,13 +144,18 @@ def start_error(
     name, _, message = last_words.message.partition(": ")
     return remote_error(name, message, last_words.traceback)
 
-def learn(config: VllmConfig, ready: Ready):
-    "Write what the core found out into the client's copy of the config."
-    config.model_config.max_model_len = ready.max_model_len
-    config.scheduler_config.max_model_len = ready.max_model_len
-    config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
-    config.cache_config.num_cpu_blocks = ready.num_cpu_blocks
+# %% ../../../nbs/57c_v1_core_handle.ipynb #epitaph
+def epitaph(
+    process: multiprocessing.Process, # has ended, or is about to
+) -> str:
+    "Say how a process ended."
+    process.join(1)
+    code = process.exitcode
+    if code is None: return "the engine process ended"
+    if code >= 0: return f"the engine process ended with exit code {code}"
+    return f"the engine process was ended by {signal.Signals(-code).name}"
 
+# %% ../../../nbs/57c_v1_core_handle.ipynb #interrupts-blocked
 @contextmanager
 def interrupts_blocked():
     "A process started in here does not see a Ctrl-C before it can say so."
@@ -173,21 +178,12 @@ def start_process(
     with interrupts_blocked(): process.start()
     return process
 
-# %% ../../../nbs/57c_v1_core_handle.ipynb #end-process
-def epitaph(
-    process: multiprocessing.Process, # has ended, or is about to
-) -> str:
-    "Say how a process ended."
-    process.join(1)
-    code = process.exitcode
-    if code is None: return "the engine process ended"
-    if code >= 0: return f"the engine process ended with exit code {code}"
-    return f"the engine process was ended by {signal.Signals(-code).name}"
-
+# %% ../../../nbs/57c_v1_core_handle.ipynb #has-ended
 def has_ended(process: multiprocessing.Process) -> bool:
     "Ask twice: a child of the process may hold its sentinel's pipe open."
     return bool(wait([process.sentinel], 0)) or process.exitcode is not None
 
+# %% ../../../nbs/57c_v1_core_handle.ipynb #end-process
 def end_process(
     process: multiprocessing.Process, # may have been asked to end
     timeout_s: float,                 # how long it may take
@@ -199,6 +195,14 @@ def end_process(
             if process.exitcode is not None: return
             end()
             process.join(1)
+
+# %% ../../../nbs/57c_v1_core_handle.ipynb #learn
+def learn(config: VllmConfig, ready: Ready):
+    "Write what the core found out into the client's copy of the config."
+    config.model_config.max_model_len = ready.max_model_len
+    config.scheduler_config.max_model_len = ready.max_model_len
+    config.cache_config.num_gpu_blocks = ready.num_gpu_blocks
+    config.cache_config.num_cpu_blocks = ready.num_cpu_blocks
 
 # %% ../../../nbs/57c_v1_core_handle.ipynb #core-handle
 START_TIMEOUT_S = 600   # loading may take long; a death is seen at once
