@@ -774,17 +774,13 @@ def tiny_folder(tmp_path_factory):
     _folder = make_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def test_two_hundred_streams_and_a_third_leaves():
-    "All others complete with the offline engine's tokens; nothing stays behind, three times."
-    rng, count = random.Random(0), 200
-    prompts = [[rng.randrange(1, 256) for _ in range(rng.randrange(2, 20))] for _ in range(count)]
-    wishes = [SamplingParams(max_tokens=rng.randrange(4, 12), ignore_eos=True, output_kind=rng.choice([DELTA, FINAL_ONLY]),
-                             temperature=rng.choice([0.0, 1.0]), seed=i) for i in range(count)]
-    args = EngineArgs(model=make_tiny(), **ARGS | dict(num_gpu_blocks_override=96, max_num_seqs=16))
-    args_of_llm = copy.copy(args).__dict__
-    offline = LLM(**args_of_llm)
+def two_hundred_streams(args, prompts, wishes, num_rounds, limit_s, limit_mib):
+    "A third leaves, by itself or cancelled; all others get the offline engine's tokens; nothing stays behind."
+    rng, count = random.Random(0), len(prompts)
+    offline = LLM(**copy.copy(args).__dict__)
     expected = [o.outputs[0].token_ids for o in offline.generate(prompts, [offline_params(p) for p in wishes], use_tqdm=False)]
     offline.shutdown()
+    num_objects, resident = [], []
     async def main():
         llm = AsyncLLM.from_engine_args(args)
         async def read(i, leaves_after):
@@ -793,16 +789,44 @@ def test_two_hundred_streams_and_a_third_leaves():
                 ids += o.outputs[0].token_ids
                 if leaves_after is not None and len(ids) >= leaves_after: return None
             return ids
-        for _ in range(3):
-            leaving = set(rng.sample(range(count), count // 3))
+        for _ in range(num_rounds):
+            leaving, started = set(rng.sample(range(count), count // 3)), time.monotonic()
             tasks = [asyncio.create_task(read(i, rng.randrange(1, 6) if i in leaving else None)) for i in range(count)]
             for i in sorted(leaving)[::2]:   # half of them break, half are cancelled
                 asyncio.get_running_loop().call_later(rng.random() * 0.3, tasks[i].cancel)
             await asyncio.wait(tasks)
             for i in set(range(count)) - leaving: assert tasks[i].result() == expected[i], i
+            del tasks
             await settled(llm)
+            gc.collect()
+            num_objects.append(len(gc.get_objects()))
+            resident.append(int(open("/proc/self/statm").read().split()[1]) * 4 // 1024)
+            print(f"round of {time.monotonic() - started:.1f} s, {num_objects[-1]} objects, {resident[-1]} MiB")
         llm.shutdown()
-    run(main, 50)
+    run(main, limit_s)
+    assert num_objects[-1] - num_objects[0] < 500, num_objects
+    # oneDNN remembers up to 1024 ways of multiplying, one for each number of rows that it has met.
+    assert resident[-1] - resident[0] < limit_mib, resident
+
+
+def test_two_hundred_streams_and_a_third_leaves():
+    rng, count = random.Random(0), 200
+    prompts = [[rng.randrange(1, 256) for _ in range(rng.randrange(2, 20))] for _ in range(count)]
+    wishes = [SamplingParams(max_tokens=rng.randrange(4, 12), ignore_eos=True, output_kind=rng.choice([DELTA, FINAL_ONLY]),
+                             temperature=rng.choice([0.0, 1.0]), seed=i) for i in range(count)]
+    args = EngineArgs(model=make_tiny(), **ARGS | dict(num_gpu_blocks_override=96, max_num_seqs=16))
+    two_hundred_streams(args, prompts, wishes, 3, 50, limit_mib=100)
+
+
+@pytest.mark.slow   # the default model, minutes on two cores
+def test_two_hundred_streams_of_smollm2():
+    rng, count = random.Random(0), 200
+    words = "the sea a ship sails north under stars while people sing old songs of rain and gold".split()
+    prompts = [" ".join(rng.choices(words, k=rng.randrange(4, 20))) for _ in range(count)]
+    wishes = [SamplingParams(max_tokens=rng.randrange(8, 24), temperature=0, output_kind=rng.choice([DELTA, FINAL_ONLY]))
+              for _ in range(count)]
+    args = EngineArgs(max_model_len=256, max_num_seqs=64, num_gpu_blocks_override=400, use_tqdm_on_load=False)
+    two_hundred_streams(args, prompts, wishes, 3, 900, limit_mib=500)
 
 
 def offline_params(p: SamplingParams) -> SamplingParams:
