@@ -11,9 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +19,6 @@ from front_tiny import make_folder
 from server_tiny import ENGINES, ServerProcess, ask, executor_of, is_at_rest, serve_in_thread
 
 from minengine import __version__
-from minengine.outputs import EngineDeadError
 from minengine.server import launcher
 from minengine.server.api_server import build_app
 from minengine.server.launcher import ServerArgs, base_url, bind, read_template

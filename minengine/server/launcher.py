@@ -64,7 +64,8 @@ def read_template(
     if "\n" not in given and len(given) < 4096 and path.is_file():
         return path.read_text(encoding="utf-8")
     if "{" in given: return given
-    raise ValueError(f"chat_template {given!r} is neither a file nor a template")
+    raise ValueError(
+        f"chat_template {given!r} is neither a file nor a template")
 
 # %% ../../nbs/84b_server_launcher.ipynb #bind
 def bind(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GAUGES', 'COUNTERS', 'TTFT_LIMITS', 'TPOT_LIMITS', 'REQUEST_LIMITS', 'STEP_LIMITS', 'STEP_HISTOGRAMS',
-           'REQUEST_HISTOGRAMS', 'TOKEN_HISTOGRAMS', 'token_limits', 'EngineMetrics']
+           'REQUEST_HISTOGRAMS', 'TOKEN_HISTOGRAMS', 'gauge_values', 'token_limits', 'EngineMetrics']
 
 # %% ../../nbs/83b_server_metrics.ipynb #export-imports
 from typing import Any
@@ -31,6 +31,18 @@ GAUGES = {  # name: (what it says, attributes that may hold it: V1's, V0's)
     "gpu_prefix_cache_hit_rate": (
         "Share of looked-up blocks that were cached", "prefix_cache_hit_rate"),
 }
+
+# %% ../../nbs/83b_server_metrics.ipynb #gauge-values
+def gauge_values(
+    stats: Any, # an engine's state after a step, either engine's
+) -> dict[str, float]: # gauge: how it stands; unknown ones are left out
+    "Read the gauges off an engine's record."
+    values = {}
+    for name, (_, *attributes) in GAUGES.items():
+        for attribute in attributes:
+            value = getattr(stats, attribute, None)
+            if value is not None: values[name] = value
+    return values
 
 # %% ../../nbs/83b_server_metrics.ipynb #counters
 COUNTERS = {
@@ -125,12 +137,9 @@ class EngineMetrics:
         if iteration_stats is not None: self._record_step(iteration_stats)
 
     def _record_state(self, stats):
-        for name, (text, *attributes) in GAUGES.items():
-            value = next((v for a in attributes
-                          if (v := getattr(stats, a, None)) is not None), None)
-            if value is None: continue
+        for name, value in gauge_values(stats).items():
             if name not in self.gauges:
-                self.gauges[name] = self._make(Gauge, name, text)
+                self.gauges[name] = self._make(Gauge, name, GAUGES[name][0])
             self.gauges[name].set(value)
         total = getattr(stats, "num_preemptions", None)   # V0: a sum
         if total is None: num_new = stats.num_preempted_reqs
@@ -142,7 +151,8 @@ class EngineMetrics:
                 getattr(stats, f"prefix_cache_{name}", 0))
 
     def _record_step(self, stats):
-        num_prompt, num_new = stats.num_prompt_tokens, stats.num_generation_tokens
+        num_prompt = stats.num_prompt_tokens
+        num_new = stats.num_generation_tokens
         self.counters["prompt_tokens"].inc(num_prompt)
         self.counters["generation_tokens"].inc(num_new)
         if num_prompt + num_new: self.steps.observe(num_prompt + num_new)

@@ -87,7 +87,8 @@ class StepStats:
     def _note_seq(self, group, seq, now):
         before = self._counted.get(seq, 0)
         if before is None: return 0
-        num_new, last = seq.get_output_len() - before, group.metrics.last_token_time
+        num_new = seq.get_output_len() - before
+        last = group.metrics.last_token_time
         self._counted[seq] = None if seq.is_finished() else before + num_new
         self.stats.num_generation_tokens += num_new
         if num_new and last is not None:
