@@ -75,14 +75,15 @@ def cases(batch, full):
 
 # ---------------------------------------------------------------- run in a process of its own
 
-def make_step(query_lens, seq_lens, block_size, group, head_dim, dtype, window, device, padding=3, num_kv_heads=2):
+def make_step(query_lens, seq_lens, block_size, group, head_dim, dtype, window, device, padding=3, num_kv_heads=2,
+              seed=0):
     "Query, cache and metadata of a step; NaN wherever no one may look."
     import torch
     from minengine.attention.metadata import AttentionMetadata
     from minengine.attention.triton import triton_write_kv
-    rng = random.Random(0)
+    rng = random.Random(seed)
     draw = lambda rows, heads: torch.randn(rows, heads, head_dim, generator=generator).to(dtype)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     counts = [-(-tokens // block_size) for tokens in seq_lens]
     ids = list(range(sum(counts) + 3))
     rng.shuffle(ids)
@@ -104,7 +105,7 @@ def make_step(query_lens, seq_lens, block_size, group, head_dim, dtype, window, 
     return query, cache, step
 
 
-def run_case(batch, head_dim, group, block_size, dtype_name, window, num_sms, device):
+def run_case(batch, head_dim, group, block_size, dtype_name, window, num_sms, device, seed=0):
     import torch
     import minengine.attention.triton as kernels
     from minengine.attention.reference import reference_attention
@@ -112,7 +113,7 @@ def run_case(batch, head_dim, group, block_size, dtype_name, window, num_sms, de
     dtype = getattr(torch, dtype_name)
     query_lens, seq_lens = BATCHES[batch](block_size, group)
     query, cache, step = make_step(query_lens, seq_lens, block_size, group, head_dim, dtype, window, device,
-                                   num_kv_heads=1 if batch == "chunk" else 2)
+                                   num_kv_heads=1 if batch == "chunk" else 2, seed=seed)
     out = torch.full_like(query, torch.nan)
     scale = head_dim ** -0.5
     result = kernels.triton_attention(query, cache, step, scale, window, out)
