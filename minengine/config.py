@@ -267,6 +267,7 @@ class CompilationConfig:
     def __post_init__(self):
         if self.level not in (0, 3): raise ValueError(
             f"compilation level must be 0 or 3, got {self.level!r}")
+        check_choice("use_cudagraph", self.use_cudagraph, (True, False))
         for size in self.cudagraph_capture_sizes or ():
             check_int("cudagraph_capture_sizes", size, 1)
 

@@ -375,7 +375,9 @@ def compilation_config(
     if not isinstance(given, dict): given = {"level": given}
     usual = {"level": 3 if gpu and args.engine == "v1" else 0,
              "use_cudagraph": gpu}
-    if args.enforce_eager: usual = {}
+    # V1's graphs are of compiled pieces: without pieces, no graphs either.
+    no_pieces = args.engine == "v1" and given.get("level") == 0
+    if args.enforce_eager or no_pieces: usual = {}
     try: config = CompilationConfig(**usual | given)
     except TypeError as error:   # a field that nobody knows
         raise ValueError(f"compilation_config: {error}") from error
