@@ -11,6 +11,7 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from typing import Callable
@@ -68,6 +69,8 @@ def piece_text(
         what = f"{node.op} {node.target}"
         if node.op == "placeholder":
             what = f"input {_describe(node.meta['example_value'])}"
+        if node.op == "get_attr":   # the piece's own tensor: by identity
+            what = f"held {id(attrgetter(node.target)(piece))}"
         lines.append(f"{names[node]} = {what} {args} {kwargs}")
     return "\n".join(lines)
 
