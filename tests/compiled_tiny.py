@@ -2,8 +2,11 @@
 
 Shared by the tests of graphs and of compilation; no test by itself.
 """
+import atexit
 import functools
+import json
 import random
+import shutil
 import tempfile
 
 import torch
@@ -15,19 +18,19 @@ from minengine.sampling_params import SamplingParams
 from minengine.v1.worker.cuda_graph import PieceGraphs, token_sizes
 
 NUM_TOKENS, MAX_LEN = 24, 112
-_folders = []   # they live as long as the process
 
 
 @functools.cache
-def make_model(family: str, **changes) -> tuple[str, torch.nn.Module]:
-    "A folder with random weights, and transformers' model of it."
+def make_model(family: str, changes: str = "{}") -> tuple[str, torch.nn.Module]:
+    "A folder with random weights, and transformers' model of it; `changes` of the config are JSON."
     config = tiny_config(family)
-    for name, value in changes.items(): setattr(config, name, value)
+    for name, value in json.loads(changes).items(): setattr(config, name, value)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    _folders.append(tempfile.TemporaryDirectory())
-    model.save_pretrained(_folders[-1].name)
-    return _folders[-1].name, model
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    model.save_pretrained(folder)
+    return folder, model
 
 
 @functools.cache
@@ -40,9 +43,9 @@ def some_prompts() -> list[list[int]]:
 
 
 @functools.cache
-def wanted(family: str, **changes) -> list[list[int]]:
+def wanted(family: str, changes: str = "{}") -> list[list[int]]:
     "What transformers says to each prompt alone."
-    model = make_model(family, **changes)[1]
+    model = make_model(family, changes)[1]
     return [transformers_tokens(model, prompt, NUM_TOKENS) for prompt in some_prompts()]
 
 
