@@ -277,6 +277,15 @@ def test_a_thread_that_fails_ends_the_loop():
     with pytest.raises(OSError, match="socket gone"): EngineCoreProcess(core, inbox, SimpleQueue()).run()
 
 
+def test_the_cores_process_knows_no_text():
+    "No tokenisation, no detokenisation: there is nothing there that could do it."
+    code = ("import sys, minengine.v1.engine.core_process; "
+            "print({'transformers', 'tokenizers', 'minengine.tokenizer', 'minengine.output_text', 'minengine.inputs', "
+            "'minengine.v1.engine.processor', 'minengine.v1.engine.output_processor'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
 # Death
 
 def in_thread(function):
