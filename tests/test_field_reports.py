@@ -69,6 +69,8 @@ SECTIONS = {
         "vllm#44319", "vllm#5334", "nano-vllm#260"],
     # determinism
     8: ["vllm#5898", "vllm#23138", "vllm#7779"],
+    # graphs, compiling, slots
+    13: ["vllm#13418", "vllm#1486", "vllm#11596", "vllm#28759"],
     # weights, config, parallel sizes, types
     14: ["sglang#18024", "QwenLM/Qwen3-VL-Embedding#89", "vllm#40765", "vllm#32673", "vllm#7953", "vllm#2652",
          "transformers#48307", "vllm#49795", "vllm#4057", "vllm#12794", "vllm#9729"],
@@ -195,6 +197,26 @@ ROWS = {
     "vllm#55169": "test_worker.py::test_field_vllm_55169_2418_senseless_sizes_are_refused_with_the_numbers "
                   "test_llm.py::test_start_up_says_what_runs",
     "vllm#2418": "test_engine_core.py::test_field_vllm2163_vllm2418_a_pool_too_small_for_one_request",
+
+    # with vllm#13922
+    "vllm#13418": "test_graphs.py::test_field_vllm_13418_vllm_13922_five_tokens_padded_to_eight_write_five_slots "
+                  "test_graphs.py::test_v0_recording_and_replaying_writes_only_real_slots "
+                  "test_graphs.py::test_planted_v0_a_padded_row_with_a_slot "
+                  "test_model_runner.py::test_field_vllm_13418_13922_the_padded_tail_never_writes_kv "
+                  "test_v0_model_runner.py::test_field_vllm_13418_padded_rows_write_nowhere "
+                  "test_kv_cache.py::test_vllm_13418_the_slots_decide_how_many_rows_are_written",
+    "vllm#1486": "test_input_batch.py::test_field_vllm_1486_slots_equal_the_loop_and_are_wide "
+                 "test_kv_cache.py::test_vllm_1486_offsets_beyond_32_bits "
+                 "test_attention.py::test_vllm_1486_offsets_beyond_32_bits",
+    "vllm#11596": "test_graphs.py::test_field_vllm_11596_an_input_that_was_rebound "
+                  "test_graphs.py::test_field_vllm_11596_v0_buffers_are_filled_not_replaced "
+                  "test_graphs.py::test_planted_inputs_of_a_step_are_rebound "
+                  "test_graphs.py::test_a_fault_in_a_running_engine_is_no_silent_nonsense "
+                  "test_model_runner.py::test_field_vllm_11596_buffers_keep_their_addresses",
+    # with vllm#14953 and vllm#53366
+    "vllm#28759": "test_compilation.py::test_field_vllm_28759_vllm_14953_vllm_53366_a_changed_model_gets_its_own_programs "
+                  "test_compilation.py::test_field_vllm_28759_a_piece_that_holds_a_tensor_is_equal_to_itself_alone "
+                  "test_compilation.py::test_two_compiled_engines_side_by_side test_compilation.py::test_pieces_that_differ",
 }
 
 # Row -> the tests elsewhere that run it on V0, besides those that run on both.
@@ -316,7 +338,7 @@ def is_tested_here(row): return any(name.startswith(prefix_of(row)) for name in 
 def test_table_prefixes_tell_rows_apart():
     assert prefix_of("nano-vllm#144 (part 1)") == "test_nano_vllm_144_part_1_"
     assert prefix_of("vllm-project/vllm-metal#200") == "test_vllm_metal_200_"
-    assert len(set(map(prefix_of, ALL))) == len(ALL) == 96
+    assert len(set(map(prefix_of, ALL))) == len(ALL) == 100
 
 
 def test_table_every_row_is_tested_or_waits():
