@@ -576,9 +576,19 @@ def test_ctrl_c_ends_both_and_is_the_parents_to_tell(asyncio_mode, tmp_path):
     wait_until(lambda: not is_alive(pid) and not directory.exists())
 
 
-def test_a_ctrl_c_does_not_reach_the_core():
+def test_sigterm_to_all_is_the_parents_to_obey(tmp_path):
+    script, pid, directory = run_script(tmp_path, "time.sleep(60)", start_new_session=True)
+    os.killpg(script.pid, signal.SIGTERM)  # as a service manager does
+    script.communicate(timeout=30)
+    assert script.returncode == -signal.SIGTERM
+    wait_until(lambda: not is_alive(pid) and not directory.exists())
+
+
+def test_signals_are_left_to_the_parent():
     client = start()
-    os.kill(pid_of(client), signal.SIGINT)
+    for _ in range(3):
+        os.kill(pid_of(client), signal.SIGINT)
+        os.kill(pid_of(client), signal.SIGTERM)
     assert client.call_utility("echo", 1) == 1
     client.shutdown()
 

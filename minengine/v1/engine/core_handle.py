@@ -158,9 +158,10 @@ def epitaph(
 # %% ../../../nbs/57c_v1_core_handle.ipynb #interrupts-blocked
 @contextmanager
 def interrupts_blocked():
-    "A process started in here does not see a Ctrl-C before it can say so."
+    "A process started in here sees neither until it has decided what to do."
     if not hasattr(signal, "pthread_sigmask"): return (yield)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
     try: yield
     finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -191,9 +192,8 @@ def end_process(
     "Wait for a process; then make it end, if need be. Only this one."
     try: process.join(timeout_s)
     finally: # a second Ctrl-C as well must leave no process behind
-        for end in (process.terminate, process.kill):
-            if process.exitcode is not None: return
-            end()
+        if process.exitcode is None:
+            process.kill()
             process.join(1)
 
 # %% ../../../nbs/57c_v1_core_handle.ipynb #learn
@@ -232,7 +232,9 @@ class CoreHandle:
     def _start(self, payload, timeout_s):
         self.process = start_process(payload, self.connection)
         kind, message = self._receive(timeout_s)
-        if kind is FrameType.DEAD: raise start_error(self.process, message)
+        if kind is FrameType.DEAD:
+            self._declare_dead("the engine did not start")
+            raise start_error(self.process, message)
         self.ready = message
 
     @property
@@ -275,12 +277,12 @@ class CoreHandle:
     def stop(self):
         "End the process, close the sockets; all calls raise from now on."
         if self.stopped or os.getpid() != self.owner_pid: return
-        self.stopped, started = True, self.ready and not self.dead_because
+        self.stopped, leaving = True, self.ready or self.dead_because
         atexit.unregister(self.stop)
         self._declare_dead("the engine was shut down")
         try:
-            if started: self.connection.send(encode(
+            if self.ready: self.connection.send(encode(
                 FrameType.UTILITY, UtilityCall(0, "shutdown")))
             if self.process: end_process(
-                self.process, SHUTDOWN_TIMEOUT_S if started else 0)
+                self.process, SHUTDOWN_TIMEOUT_S if leaving else 0)
         finally: self.connection.close()

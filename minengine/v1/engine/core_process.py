@@ -193,11 +193,13 @@ def ready_message(core: EngineCore) -> Ready:
                  cache.num_cpu_blocks,
                  core.vllm_config.model_config.max_model_len)
 
-def _ignore_interrupts():
-    # Ctrl-C reaches every process of a terminal: it is the parent's to act.
+def _leave_signals_to_parent():
+    # They may reach every process of a group: it is the parent's to act.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    # No SIG_IGN: processes started here would inherit it.
+    signal.signal(signal.SIGTERM, lambda *args: None)
+    if hasattr(signal, "pthread_sigmask"): signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
 
 def _start_thread(function: Callable, *args) -> threading.Thread:
     thread = threading.Thread(
@@ -218,7 +220,7 @@ def run_engine_core(
     directory: str | None,  # of the sockets, to be removed if orphaned
 ):
     "Be the core's process: start, say so, loop, and report what went wrong."
-    _ignore_interrupts()
+    _leave_signals_to_parent()
     _start_thread(exit_with_parent, directory)
     inbox, outbox = SimpleQueue(), SimpleQueue()
     sender = _start_thread(
