@@ -72,6 +72,18 @@ def make_engine(
     return kind.from_engine_args(args, tokenizer)
 
 # %% ../nbs/80_llm.ipynb #start-up-table
+def _name_prepared(summary) -> list[str]: # no line, one or two
+    "What was recorded and compiled."
+    lines = []
+    if summary.get("num_graph_sizes"): lines.append(
+        f"  graphs      {summary['graph_bytes'] / 2**20:10,.1f} MiB   "
+        f"steps of {summary['num_graph_sizes']} sizes are recorded")
+    if "num_programs" in summary: lines.append(
+        f"  compiled    {summary['compile_seconds']:10.1f} s     "
+        f"{summary['num_programs']} programs, "
+        f"{summary['num_cached_programs']} of them found in the cache")
+    return lines
+
 def start_up_table(
     engine: str,             # "v0" or "v1"
     model: str | None,       # as the user gave it; None: the default model
@@ -89,6 +101,7 @@ def start_up_table(
              f"  weights     {size('weights_bytes')}"]
     if "activation_bytes" in summary:
         lines.append(f"  activations {size('activation_bytes')}")
+    lines += _name_prepared(summary)
     lines.append(
         f"  KV cache    {size('kv_cache_bytes')}   {num_tokens:,} tokens, "
         f"{cache.num_gpu_blocks:,} blocks of {cache.block_size}")

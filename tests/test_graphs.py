@@ -3,6 +3,7 @@
 On a CPU the recorder makes its calls again on the recorded memory and checks
 what a GPU would not. Tests named `test_field_…` are rows of the field reports.
 """
+import dataclasses
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from torch._dynamo.utils import counters
 import minengine.v1.worker.worker
 from minengine.attention.metadata import set_forward_context
 from minengine.config import CompilationConfig
+from minengine.llm import LLM
 from minengine.model.graphs import (
     MOST_CAPTURED, CudaGraphBackend, GraphError, RecordingBackend, SizeDispatcher, SizedGraphs, capture_sizes, check_padding,
     check_places, make_graph_backend, place_of, weak_view)
@@ -524,6 +526,20 @@ def test_enforce_eager_and_no_config_record_nothing(engine):
         assert (runner.decode_graphs is None) if engine == "v0" else (runner.run_model is runner.model)
         assert "num_graph_sizes" not in running.engine.startup_summary()
         running.engine.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["v0", "v1"])
+def test_the_start_says_what_was_prepared(engine, recorded_v1, capsys):
+    args = make_args(make_model("llama")[0], engine, compilation_config=ON[engine])
+    llm = LLM(**{field.name: getattr(args, field.name) for field in dataclasses.fields(args)})
+    table = capsys.readouterr().err
+    assert f"  graphs             0.0 MiB   steps of {dict(v0=4, v1=5)[engine]} sizes are recorded\n" in table
+    assert ("s     3 programs, 0 of them found in the cache\n" in table) == (engine == "v1")
+    llm.llm_engine.shutdown()
+    llm = LLM(**{field.name: getattr(args, field.name) for field in dataclasses.fields(args)} | dict(compilation_config=0))
+    table = capsys.readouterr().err
+    assert "KV cache" in table and "graphs" not in table and "compiled" not in table
+    llm.llm_engine.shutdown()
 
 
 def test_level_0_runs_the_model_itself():
