@@ -204,10 +204,12 @@ ROWS = {
                   "test_graphs.py::test_planted_v0_a_padded_row_with_a_slot "
                   "test_model_runner.py::test_field_vllm_13418_13922_the_padded_tail_never_writes_kv "
                   "test_v0_model_runner.py::test_field_vllm_13418_padded_rows_write_nowhere "
-                  "test_kv_cache.py::test_vllm_13418_the_slots_decide_how_many_rows_are_written",
+                  "test_kv_cache.py::test_vllm_13418_the_slots_decide_how_many_rows_are_written "
+                  "test_triton_attention.py::test_write_kv_in_the_interpreter",
     "vllm#1486": "test_input_batch.py::test_field_vllm_1486_slots_equal_the_loop_and_are_wide "
                  "test_kv_cache.py::test_vllm_1486_offsets_beyond_32_bits "
-                 "test_attention.py::test_vllm_1486_offsets_beyond_32_bits",
+                 "test_attention.py::test_vllm_1486_offsets_beyond_32_bits "
+                 "test_triton_attention.py::test_edges_in_the_interpreter",
     "vllm#11596": "test_graphs.py::test_field_vllm_11596_an_input_that_was_rebound "
                   "test_graphs.py::test_field_vllm_11596_v0_buffers_are_filled_not_replaced "
                   "test_graphs.py::test_planted_inputs_of_a_step_are_rebound "
