@@ -1,9 +1,11 @@
 "What the parts of the GPU check share: rows, clocks, engines, shapes."
 import contextlib
+import gc
 import json
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,8 +40,8 @@ def recorded(what: str, decides: bool = True, **more):
     except Exception as error:
         row = dict(what=what, problem=f"{type(error).__name__}: {error}"[:600], **more)
         emit(**row, **({"ok": False} if decides else {}))
-        import traceback
         traceback.print_exc()
+    gc.collect()   # what the failed call held
 
 
 def synchronize(device: str):
@@ -74,7 +76,6 @@ MODES = {   # what an engine does with its model
 @contextlib.contextmanager
 def engine(folder: str, mode: str, settings: Settings, sizes: list[int] | None = None, **args):
     "An `LLM` in one of the modes, with random weights; gone afterwards."
-    import gc
     import torch
     from minengine.llm import LLM
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in MODES[mode].items()}
@@ -87,6 +88,7 @@ def engine(folder: str, mode: str, settings: Settings, sizes: list[int] | None =
     finally:
         llm.shutdown()
         del llm
+        torch._dynamo.reset()   # it holds what it captured
         gc.collect()
         if not settings.dry: torch.cuda.empty_cache()
 

@@ -1,7 +1,10 @@
 "Part 3: tokens per second on ShareGPT's lengths, and decode steps against the roofline."
 import csv
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from statistics import median
 
 from common import (ROOT, Settings, dispatcher_of, emit, engine, load_config, log, model_of, random_prompts, recorded,
@@ -118,7 +121,7 @@ def run_engine(model: str, mode: str, settings: Settings, bandwidth: float, limi
     left = lambda: max(3.0, end - time.monotonic())
     fields = load_config(model, settings.dry)
     args = dict(dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128, num_gpu_blocks_override=64,
-                enable_prefix_caching=False)
+                enable_prefix_caching=False, swap_space=0)
     if not settings.dry: args = dict(
         dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=256, max_num_batched_tokens=8192,
         enable_prefix_caching=False, swap_space=0)   # random prompts share nothing
@@ -134,16 +137,33 @@ def run_engine(model: str, mode: str, settings: Settings, bandwidth: float, limi
                 run_decode(llm, model, mode, batch, settings, bandwidth, left(), fields["vocab_size"])
 
 
-def run(settings: Settings, *share):
+def run_others(settings: Settings, first: int):
+    "Go on with the engine `first` in a new process: the device is lost to this one."
+    command = [sys.executable, str(Path(__file__).parent / "check.py"), "--part", "throughput",
+               "--budget", f"{settings.left_s:.0f}", "--seed", str(settings.seed), "--share", f"{first}/0"]
+    subprocess.run(command)
+
+
+def device_works(device: str) -> bool:
+    "False after an error that a CUDA context does not survive."
+    import torch
+    try: torch.ones(1, device=device).item()
+    except RuntimeError: return False
+    return True
+
+
+def run(settings: Settings, first: int = 0, *_):
     bandwidth = copy_bandwidth(settings.device)
     emit(what="copy bandwidth", bytes_per_s=bandwidth)
     todo = [(model, mode) for model in MODELS for mode in RUNS]
     if settings.dry: todo = [("qwen3-0.6b", mode) for mode in RUNS]
     for i, (model, mode) in enumerate(todo):
-        share_s = (settings.left_s - 5) / (len(todo) - i) * 1.3   # others may need less
+        if i < first: continue
         if settings.left_s < 10:
             emit(what="sharegpt", model=model, mode=mode, skipped="out of time")
             continue
+        share_s = (settings.left_s - 5) / (len(todo) - i) * 1.3   # others may need less
         log(model, mode, f"{share_s:.0f} of {settings.left_s:.0f} s")
         with recorded("engine", False, model=model, mode=mode):
             run_engine(model, mode, settings, bandwidth, min(share_s, settings.left_s - 5))
+        if not device_works(settings.device): return run_others(settings, i + 1)
