@@ -49,7 +49,7 @@ GROUPS = [
 
 def run_part(part: Part, args, budget_s: float):
     "Run a part's process to its end or to the end of its time."
-    env = os.environ | ({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if args.dry else {})
+    env = os.environ | {"TRITON_INTERPRET": str(int(args.dry))} | ({"OMP_NUM_THREADS": "1"} if args.dry else {})
     command = [sys.executable, str(Path(__file__)), "--part", part.name, "--budget", f"{budget_s:.0f}",
                "--seed", str(args.seed)] + ["--dry"] * args.dry
     started, lines = time.monotonic(), []

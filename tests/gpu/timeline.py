@@ -71,7 +71,7 @@ def count_syncs(llm, device: str):
         try:
             for _ in range(NUM_STEPS): llm.llm_engine.step()
         finally: torch.cuda.set_sync_debug_mode("default")
-    places = Counter(f"{w.filename.split('minengine/')[-1]}:{w.lineno}" for w in found if "synchroniz" in str(w.message))
+    places = Counter(f"{w.filename.split('minengine/')[-1]}:{w.lineno}" for w in found if "called a synchronizing" in str(w.message))
     emit(what="waits for the device", steps=NUM_STEPS, places=dict(places),
          per_step=round(sum(places.values()) / NUM_STEPS, 2))
 
