@@ -5,7 +5,9 @@ program waits for the C++ compiler. Tests named `test_field_…` are rows of the
 field reports.
 """
 import dataclasses
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -387,3 +389,15 @@ def test_enforce_eager_never_calls_the_compiler(monkeypatch):
         assert not {"num_programs", "num_graph_sizes"} & set(running.engine.startup_summary())
         running.engine.shutdown()
     with pytest.raises(AssertionError, match="was called"): Running(make_args(make_model("llama")[0], compilation_config=3))
+
+
+def test_a_captured_model_can_be_let_go():
+    "PyTorch remembers code and compilers for ever; the weights must not hang on them."
+    model = Toy().eval()
+    compiled = CompiledModel(model, PiecewiseBackend(as_it_is))
+    ids, positions = torch.arange(5, dtype=torch.int32), torch.arange(5)
+    with torch.inference_mode(), set_forward_context(*PROFILE): compiled(ids, positions)
+    alive = weakref.ref(model), weakref.ref(compiled)
+    del model, compiled
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]

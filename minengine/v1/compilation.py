@@ -215,21 +215,29 @@ class CompiledModel:
         if len(input_ids) < MIN_COMPILED_TOKENS: raise ValueError(
             f"a compiled model takes at least {MIN_COMPILED_TOKENS} tokens, "
             f"got {len(input_ids)}")
-        start = time.perf_counter()
-        def backend(graph, example_inputs):
-            self._split = self.backend(graph, example_inputs)
-            looks = stand_ins(graph)
-            def watch(*arguments):
-                self._remember(arguments, looks, input_ids, positions)
-                return self._split(*arguments)
-            return watch
-        run = torch.compile(_own_code(self.model), backend=backend,
-                            fullgraph=True, dynamic=True)
+        start, owner = time.perf_counter(), [self]
+        def backend(*given): return owner[0]._compile(*given, input_ids,
+                                                      positions)
+        function = _own_code(self.model)
+        run = torch.compile(function, backend=backend, fullgraph=True,
+                            dynamic=True)
         with (inductor_cache(self.cache_dir),
               torch._dynamo.config.patch(specialize_float=True)):
             hidden = run(input_ids, positions)
+        # Dynamo is not asked again. It remembers code and backends for ever;
+        # the weights must not be among what it remembers.
+        owner.clear()
+        torch._dynamo.reset_code(function.__code__)
         self.report.seconds = time.perf_counter() - start
         return hidden
+
+    def _compile(self, graph, example_inputs, input_ids, positions):
+        self._split = self.backend(graph, example_inputs)
+        looks = stand_ins(graph)
+        def watch(*arguments):
+            self._remember(arguments, looks, input_ids, positions)
+            return self._split(*arguments)
+        return watch
 
     def _remember(self, arguments, looks, input_ids, positions):
         def where(values, test): return [
