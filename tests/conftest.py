@@ -1,6 +1,9 @@
 "Options and settings that every test shares."
+import contextlib
 import os
 import signal
+
+import pytest
 
 # One thread for each test process: they run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,3 +19,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_addoption(parser):
     parser.addoption("--traces", default=None, metavar="DIR",
                      help="replay the scheduler traces of this folder (tests/test_fidelity.py)")
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tmp_path_factory):
+    "A function that gives the one server process of an engine with a tiny model: it has `url` and `folder`."
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        def get(kind):
+            if kind not in servers:
+                import served   # imports torch
+                folder = served.make_model(tmp_path_factory.mktemp(kind) / "tiny")
+                # Few kernels are kept: a process is as large as it gets after a few requests.
+                servers[kind] = stack.enter_context(served.start(
+                    folder, kind, "--api-key", served.KEY, LRU_CACHE_CAPACITY="16", ONEDNN_PRIMITIVE_CACHE_CAPACITY="16"))
+                servers[kind].folder = folder
+            return servers[kind]
+        yield get

@@ -48,13 +48,13 @@ def start_smollm2(kind: str, *words: str) -> ServerProcess:
                  "--max-model-len", "1024", *words, limit_s=300)
 
 
-def call(url: str, path: str, data=None, limit_s=20, key=KEY):
-    "GET, or POST of JSON: what comes back, read as JSON or text."
+def call(url: str, path: str, data=None, limit_s=20, key=KEY, raw=False):
+    "GET, or POST of JSON: what comes back, read as JSON or text; `raw`: as text."
     body = None if data is None else json.dumps(data).encode()
     request = urllib.request.Request(url + path, body, {
         "Content-Type": "application/json", "Authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=limit_s) as response: text = response.read().decode()
-    return json.loads(text) if response.headers.get_content_type() == "application/json" else text
+    return json.loads(text) if response.headers.get_content_type() == "application/json" and not raw else text
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -67,9 +67,6 @@ def metrics(url: str) -> dict[str, float]:
     return found
 
 
-IDLE = ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc")
-
-
 def wait_until(condition, limit_s=20.0):
     "What `condition()` says once it is true; fails if that takes too long."
     deadline = time.monotonic() + limit_s
@@ -80,9 +77,9 @@ def wait_until(condition, limit_s=20.0):
 
 
 def wait_idle(url: str, limit_s=20.0):
-    "Until nothing runs, nothing waits and every block is free, as the engine itself reports."
-    # One step more: what is shown is what the engine last said, not what was filled in for an idle one.
-    wait_until(lambda: not any(metrics(url)[name] for name in IDLE), limit_s)
+    "Until nothing runs, nothing waits and no block is in use, by the server's own account."
+    names = "num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc"
+    wait_until(lambda: not any(metrics(url)[name] for name in names), limit_s)
 
 
 def core_pid(server: ServerProcess) -> int:

@@ -7,10 +7,11 @@ same with SmolLM2 is slow.
 """
 import asyncio
 import functools
+from contextlib import nullcontext
 
 import openai
 import pytest
-from served import KEY, KINDS, LLM_ARGS, SMOLLM2_ARGS, make_model, metrics, smollm2, start, start_smollm2, wait_idle
+from served import KEY, KINDS, LLM_ARGS, SMOLLM2_ARGS, metrics, smollm2, start_smollm2, wait_idle
 
 from minengine import __version__
 from minengine.llm import LLM
@@ -100,12 +101,15 @@ class World:
         self.llm.shutdown()
 
 
-@pytest.fixture(scope="session", params=KINDS + [pytest.param(f"smollm2-{kind}", marks=pytest.mark.slow) for kind in KINDS])
-def world(request, tmp_path_factory):
+SMOLLM2 = [pytest.param(f"smollm2-{kind}", marks=pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.fixture(scope="session", params=KINDS + SMOLLM2)
+def world(request, tiny_server):
     kind, is_tiny = request.param[-2:], request.param in KINDS
-    folder = make_model(tmp_path_factory.mktemp("openai") / "tiny") if is_tiny else smollm2()
-    with (start(folder, kind, "--api-key", KEY) if is_tiny else start_smollm2(kind, "--api-key", KEY)) as server:
-        world = World(server, kind, LLM(folder, kind, **(LLM_ARGS if is_tiny else SMOLLM2_ARGS)), is_tiny)
+    with nullcontext(tiny_server(kind)) if is_tiny else start_smollm2(kind, "--api-key", KEY) as server:
+        llm = LLM(server.folder, kind, **LLM_ARGS) if is_tiny else LLM(smollm2(), kind, **SMOLLM2_ARGS)
+        world = World(server, kind, llm, is_tiny)
         yield world
         wait_idle(server.url)
         world.close()
