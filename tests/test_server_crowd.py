@@ -7,16 +7,20 @@ afterwards, and memory does not grow. With a tiny model here, with SmolLM2 and
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import socket
+import signal
 import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
-from served import KEY, KINDS, LLM_ARGS, call, core_pid, metrics, rss_bytes, wait_idle
+from served import (
+    KEY, KINDS, LLM_ARGS, SMOLLM2_ARGS, call, core_pid, is_alive, metrics, rss_bytes, smollm2, start_smollm2, wait_idle, wait_until)
 
 from minengine.llm import LLM
 from minengine.sampling_params import SamplingParams
@@ -50,7 +54,7 @@ def make_wishes(llm, rng, count, max_tokens) -> list[Wish]:
     return wishes
 
 
-async def ask(client, wish, leave_after=None):
+async def ask(client, wish, leave_after=None, reasons=("length",)):
     "Text and token ids, or None for a client that hung up after so many chunks."
     answer = await client.completions.create(
         model="tiny", **wish.fields, stream=wish.stream, logprobs=0,
@@ -62,7 +66,7 @@ async def ask(client, wish, leave_after=None):
         text += choice.text
         if choice.logprobs: ids += [int(t.removeprefix("token_id:")) for t in choice.logprobs.tokens]
         if wish.stream and num_chunks == leave_after: return await answer.close()
-    assert choice.finish_reason == "length"
+    assert choice.finish_reason in reasons, choice
     return text, ids
 
 
@@ -232,3 +236,79 @@ def test_trouble_harms_nobody_else(tiny):
     run(tiny.url, main)
     wait_idle(tiny.url)
     assert call(tiny.url, "/health") == ""
+
+
+# The same with SmolLM2 -------------------------------------------------------------------
+
+NUM_STREAMS, POOL = 200, dict(num_gpu_blocks_override=512, max_model_len=512, max_num_seqs=32)
+POOL_WORDS = [word for name, value in POOL.items() for word in ("--" + name.replace("_", "-"), str(value))]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def large(request):
+    "What SmolLM2 says offline to 200 requests."
+    llm = LLM(smollm2(), request.param, **{**SMOLLM2_ARGS, **POOL})
+    wishes = make_wishes(llm, random.Random(2), NUM_STREAMS, 20)
+    llm.shutdown()
+    return request.param, wishes
+
+
+@pytest.mark.slow
+def test_smollm2_200_streams_a_third_leaves_and_nothing_stays(large):
+    kind, wishes = large
+    rng, sizes = random.Random(3), []
+    with start_smollm2(kind, "--api-key", KEY, *POOL_WORDS) as server:
+        pids = server.process.pid, core_pid(server)
+        for _ in range(4):   # and one before, to warm up
+            start = time.monotonic()
+            assert run(server.url, lambda client: one_round(client, wishes, rng), 300) >= NUM_STREAMS // 5
+            seconds = time.monotonic() - start
+            check_pool_is_whole(server.url, 512, 512)
+            sizes.append([rss_bytes(pid) for pid in pids])
+            print(f"{kind}: {seconds:.0f} s, server and engine {[size // MIB for size in sizes[-1]]} MiB")
+        for first, *_, last in zip(*sizes): assert last - first < 24 * MIB, sizes
+
+
+async def all_until(server, wishes, make_trouble):
+    "Ask for everything; make trouble once some have their answer; what each client got, or its error."
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+        tasks = [asyncio.create_task(ask(client, wish, reasons=("length", "abort"))) for wish in wishes]
+        async with asyncio.timeout(120):
+            while sum(t.done() for t in tasks) < len(tasks) // 10: await asyncio.sleep(0.01)
+            make_trouble()
+            start = time.monotonic()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            return results, time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_smollm2_sigterm_under_load(large):
+    "Every client gets the right answer or the start of it; nobody is left."
+    kind, wishes = large
+    with start_smollm2(kind, "--api-key", KEY, "--shutdown-timeout", "3", *POOL_WORDS) as server:
+        children = [server.process.pid, *server.children()]
+        results, seconds = asyncio.run(all_until(server, wishes, lambda: server.process.send_signal(signal.SIGTERM)))
+        assert server.wait(20) == 0 and seconds < 15
+    assert not any(isinstance(r, BaseException) for r in results), results
+    whole = sum(result == wish.answer for result, wish in zip(results, wishes))
+    assert NUM_STREAMS // 10 <= whole < NUM_STREAMS
+    for (_, ids), wish in zip(results, wishes): assert ids == wish.answer[1][:len(ids)]
+    wait_until(lambda: not any(map(is_alive, children)))
+
+
+@pytest.mark.slow
+def test_smollm2_kill_9_of_the_engine_under_load(large):
+    "Within seconds every client knows; those who were done before have the right answer."
+    kind, wishes = large
+    with start_smollm2(kind, "--api-key", KEY, *POOL_WORDS) as server:
+        children = [server.process.pid, *server.children()]
+        results, seconds = asyncio.run(all_until(server, wishes, lambda: os.kill(core_pid(server), signal.SIGKILL)))
+        assert server.wait(20) == (1 if kind == "v1" else -signal.SIGKILL)   # V0's engine is the server
+    assert seconds < 5
+    answered = [(result, wish.answer) for result, wish in zip(results, wishes) if not isinstance(result, BaseException)]
+    assert all(found == wanted for found, wanted in answered) and NUM_STREAMS // 10 <= len(answered) < NUM_STREAMS
+    for error in results:
+        if not isinstance(error, BaseException): continue
+        if kind == "v1": assert isinstance(error, openai.APIError) and "the engine has died" in str(error), error
+        else: assert isinstance(error, (openai.APIConnectionError, httpx.HTTPError)), error
+    wait_until(lambda: not any(map(is_alive, children)))
