@@ -1,8 +1,8 @@
 """What people met in engines of this kind, row by row.
 
 The field reports are a table of bugs that others reported against vLLM,
-nano-vllm, SGLang and more. `SECTIONS` holds the rows that an engine in one
-process can meet, each by the first report it names. A row is tested here, by a
+nano-vllm, SGLang and more. `SECTIONS` holds the rows that engines and servers
+of today can meet, each by the first report it names. A row is tested here, by a
 test that begins with its name, or elsewhere (`ROWS`), or it waits (`LATER`).
 
 Most rows concern both engines. Those of sections 1 to 8 are tested on V0 as
@@ -10,6 +10,7 @@ well: here, by tests with `v0` in their name and by those that run on both, or
 elsewhere (`V0_ROWS`); `NOT_V0` says why a few cannot be.
 """
 import ast
+import asyncio
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ import pytest
 import torch
 from front_tiny import ARGS, ToyExecutor, make_config, make_folder
 from scheduling import counts, make_request, make_scheduler, names, step
+from server_tiny import ENGINES, ask, make_v1
 from v0_front import ToyExecutor as V0ToyExecutor
 from v0_front import assert_at_rest, run
 from v0_front import make_config as make_v0_config
@@ -34,7 +36,12 @@ from v1_tiny import Engine, alone, random_prompt
 from minengine.config import SchedulerConfig
 from minengine.llm import LLM
 from minengine.sampling_params import RequestOutputKind, SamplingParams
+from minengine.server.api_server import build_app
+from minengine.server.chat import Serving
+from minengine.server.fields import check_request
+from minengine.server.protocol import CompletionRequest
 from minengine.tokenizer import ByteTokenizer
+from minengine.v0.async_llm_engine import AsyncLLMEngine
 from minengine.v0.cpu_gpu_allocator import Device
 from minengine.v0.llm_engine import LLMEngineV0
 from minengine.v1.engine.llm_engine import LLMEngineV1
@@ -69,6 +76,12 @@ SECTIONS = {
         "vllm#44319", "vllm#5334", "nano-vllm#260"],
     # determinism
     8: ["vllm#5898", "vllm#23138", "vllm#7779"],
+    # engine process, aborts, messages
+    9: ["vllm#42157", "vllm#25067", "vllm#9428", "vllm#21728", "vllm#36451", "vllm#11996", "LMCache/LMCache#3529", "vllm#7222",
+        "vllm#15207", "tenstorrent/tt-xla#3310", "vllm#12918"],
+    # streams, OpenAI's API
+    10: ["vllm#7262", "vllm#6371", "vllm#6652", "vllm#8625", "vllm#19662", "vllm#35705", "vllm#2706", "vllm#1992", "vllm#47815",
+         "vllm#39279", "vllm#25001"],
     # graphs, compiling, slots
     13: ["vllm#13418", "vllm#1486", "vllm#11596", "vllm#28759"],
     # weights, config, parallel sizes, types
@@ -138,8 +151,10 @@ ROWS = {
     "vllm#40689": "test_llm.py::test_field_vllm40689_the_template_is_counted",
 
     "vllm#3574": "test_output_processor.py::test_field_vllm3574_vllm2577_streams_never_leak_a_stop_string "
-                 "test_tokenizer.py::test_stop_string_is_found_once_it_is_there",
-    "vllm#2577": "test_output_processor.py::test_field_vllm3574_vllm2577_streams_never_leak_a_stop_string",
+                 "test_tokenizer.py::test_stop_string_is_found_once_it_is_there "
+                 "test_server_serving.py::test_stop_strings",
+    "vllm#2577": "test_output_processor.py::test_field_vllm3574_vllm2577_streams_never_leak_a_stop_string "
+                 "test_server_serving.py::test_stop_strings",
     "vllm#3672": "test_output_processor.py::test_field_vllm3672_stop_string_inside_and_across_tokens",
     "vllm#21987": "test_output_processor.py::test_field_vllm21987_stop_strings_wait_for_min_tokens",
     "vllm#26317": "test_model_runner.py::test_field_vllm_26317_min_tokens_holds_back_the_end",
@@ -149,9 +164,11 @@ ROWS = {
                   "test_logits.py::test_min_tokens_equals_transformers_and_masks_every_stop_id",
     "vllm#792": "test_output_processor.py::test_field_vllm792_special_tokens_stop_by_id_not_by_string",
     "vllm#984": "test_tokenizer.py::test_output_after_a_prompt",
-    "vllm#21951": "test_output_processor.py::test_field_vllm21951_a_failing_detokenizer_ends_its_request_only",
+    "vllm#21951": "test_output_processor.py::test_field_vllm21951_a_failing_detokenizer_ends_its_request_only "
+                  "test_async_llm.py::test_one_broken_answer_ends_alone",
     "waybarrios/vllm-mlx#109": "test_output_processor.py::test_field_vllm_mlx109_no_half_characters_in_a_stream "
-                               "test_tokenizer.py::test_never_half_a_character",
+                               "test_tokenizer.py::test_never_half_a_character "
+                               "test_openai_client.py::test_completions",
     "vllm#4188": "test_output_processor.py::test_field_vllm4188_the_prompt_is_not_searched",
 
     "nano-vllm#249": "test_sampler.py::test_nano_vllm_249_greedy_rows_leave_the_draws_of_others_alone",
@@ -165,15 +182,19 @@ ROWS = {
                   "test_input_batch.py::test_pad_prompts",
     "vllm-project/vllm-metal#69": "test_logits.py::test_vllm_metal_69_prompt_tokens_count_for_repetition_only "
                                   "test_sampler.py::test_bias_and_penalties_hold_for_greedy_rows",
-    "EleutherAI/lm-evaluation-harness#3154": "test_llm.py::test_field_lm_eval3154_defaults_come_from_the_model",
+    "EleutherAI/lm-evaluation-harness#3154": "test_llm.py::test_field_lm_eval3154_defaults_come_from_the_model "
+                                             "test_server_serving.py::test_defaults_of_the_model",
     "vllm#17929": "test_model_runner.py::test_field_vllm_17929_11953_the_global_generator_is_left_alone "
                   "test_sampler.py::test_two_samplers_agree_step_by_step",
     "vllm#9453": "test_sampler.py::test_vllm_9453_raw_logprobs_are_the_models_own "
                  "test_sampler.py::test_processed_logprobs_are_those_that_were_drawn_from",
-    "vllm#15420": "test_model_runner.py::test_field_vllm_15420_prompt_logprobs_over_chunks_equal_a_plain_forward",
+    "vllm#15420": "test_model_runner.py::test_field_vllm_15420_prompt_logprobs_over_chunks_equal_a_plain_forward "
+                  "test_openai_client.py::test_prompt_logprobs",
     "vllm#44319": "test_output_processor.py::test_field_vllm44319_entries_are_kept_by_id "
-                  "test_logits.py::test_the_first_k_do_not_depend_on_k",
-    "vllm#5334": "test_tokenizer.py::test_decode_token_is_its_own_piece",
+                  "test_logits.py::test_the_first_k_do_not_depend_on_k "
+                  "test_server_serving.py::test_top_logprobs_keep_every_token",
+    "vllm#5334": "test_tokenizer.py::test_decode_token_is_its_own_piece "
+                 "test_server_serving.py::test_echo_logprobs_stream",
     "nano-vllm#260": "test_logits.py::test_nano_vllm_260_the_token_that_crosses_the_threshold_is_kept",
 
     "vllm#5898": "test_llm.py::test_alone_and_together_are_equal test_equality.py::test_smollm2_equals_transformers",
@@ -197,6 +218,42 @@ ROWS = {
     "vllm#55169": "test_worker.py::test_field_vllm_55169_2418_senseless_sizes_are_refused_with_the_numbers "
                   "test_llm.py::test_start_up_says_what_runs",
     "vllm#2418": "test_engine_core.py::test_field_vllm2163_vllm2418_a_pool_too_small_for_one_request",
+
+    "vllm#42157": "test_scheduler.py::test_abort_between_schedule_and_update "
+                  "test_engine_core.py::test_abort_of_one_while_others_run",
+    "vllm#25067": "test_scheduler.py::test_abort_of_a_finished_request_does_nothing "
+                  "test_core_process.py::test_aborts_of_the_unknown_the_finished_and_twice",
+    "vllm#9428": "test_server.py::test_field_vllm9428_a_client_that_leaves_ends_its_request "
+                 "test_async_llm.py::test_blocks_are_back_at_the_next_step "
+                 "test_server_crowd.py::test_a_third_leaves_and_nothing_stays",
+    # with vllm#24897
+    "vllm#21728": "test_server.py::test_field_vllm21728_the_engine_process_is_killed_under_load "
+                  "test_core_process.py::test_kill_9_reaches_every_awaited_call "
+                  "test_core_process.py::test_no_way_out_leaves_an_orphan "
+                  "test_server_crowd.py::test_smollm2_kill_9_of_the_engine_under_load",
+    # with vllm#39863
+    "vllm#36451": "test_core_process.py::test_a_stuck_loop test_async_llm.py::test_a_stuck_core_is_found_out "
+                  "test_v0_async_engine.py::test_health_waits_for_a_step_but_not_for_ever "
+                  "test_server.py::test_an_engine_that_does_not_answer",
+    "LMCache/LMCache#3529": "test_core_process.py::test_a_long_temporary_folder "
+                            "test_core_process.py::test_no_short_folder_at_all",
+    # with vllm#7196, vllm#24756
+    "vllm#7222": "test_core_process.py::test_two_engines_side_by_side_and_one_ends "
+                 "test_core_process.py::test_no_short_folder_at_all test_server.py::test_two_servers_side_by_side",
+    "vllm#15207": "test_wire.py::test_a_frame_is_never_used_twice test_wire.py::test_trailing_bytes_and_frames_are_refused "
+                  "test_wire.py::test_damaged_messages_raise_nothing_else "
+                  "test_core_process.py::test_bad_frames_harm_nobody",
+    "tenstorrent/tt-xla#3310": "test_wire.py::test_numpy_scalars_become_plain_numbers "
+                               "test_core_process.py::test_an_output_that_cannot_travel_harms_its_request",
+    "vllm#12918": "test_wire.py::test_tensors_of_every_dtype test_wire.py::test_nothing_is_ever_unpickled",
+
+    "vllm#1992": "test_server_serving.py::test_echo_logprobs_stream",
+    "vllm#47815": "test_server_serving.py::test_echo_logprobs_stream "
+                  "test_server_serving.py::test_offsets_where_characters_take_several_tokens",
+    # with vllm#29849, microsoft/agent-lightning#57
+    "vllm#39279": "test_server_serving.py::test_chat_template_missing_or_failing",
+    "vllm#25001": "test_server_serving.py::test_chat_reads_as_the_template_writes "
+                  "test_openai_client.py::test_messages_of_every_form",
 
     # with vllm#13922
     "vllm#13418": "test_graphs.py::test_field_vllm_13418_vllm_13922_five_tokens_padded_to_eight_write_five_slots "
@@ -303,7 +360,7 @@ NOT_V0 = {
 
 LATER = {
     "vllm#42125": "LoRA: adapters are not built; with them, a reload must change the id or empty the cache",
-    "vllm#19861": "server: an alias of the chat API. `max_tokens=None` takes the rest of the window already",
+    "vllm#11996": "tensor parallelism: there is one worker, and it lives in the engine's process, whose end is seen",
 }
 
 
@@ -340,7 +397,7 @@ def is_tested_here(row): return any(name.startswith(prefix_of(row)) for name in 
 def test_table_prefixes_tell_rows_apart():
     assert prefix_of("nano-vllm#144 (part 1)") == "test_nano_vllm_144_part_1_"
     assert prefix_of("vllm-project/vllm-metal#200") == "test_vllm_metal_200_"
-    assert len(set(map(prefix_of, ALL))) == len(ALL) == 100
+    assert len(set(map(prefix_of, ALL))) == len(ALL) == 122
 
 
 def test_table_every_row_is_tested_or_waits():
@@ -414,6 +471,22 @@ def finish(engine) -> dict:
 
 
 def core_of(engine): return engine.engine_core.engine_core
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def ask_server(kind, path, **fields):
+    "Status and JSON of one request to a new server; of a stream, all chunks, and it has ended as it should."
+    async def main():
+        engine = ENGINES[kind]()
+        try: return await ask(build_app(engine, ["tiny"]), "POST", path, json.dumps({"model": "tiny", **fields}).encode())
+        finally: engine.shutdown()
+    answer = asyncio.run(main())
+    if not fields.get("stream") or answer.status != 200: return answer.status, answer.json()
+    *events, done, rest = answer.body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return answer.status, [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def toy_v1(tokens=None, eos=(257,), **config) -> LLMEngineV1:
@@ -944,6 +1017,19 @@ def test_vllm_ascend_15228_ids_are_checked_against_the_logits(tmp_path, engine, 
             llm.generate("one", greedy(**{field: [refused]}), **quick)
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("limits, num_tokens", [
+    ({"max_completion_tokens": 5}, 5), ({"max_completion_tokens": 5, "max_tokens": None}, 5),
+    ({"max_completion_tokens": 5, "max_tokens": 5}, 5), ({"max_tokens": 7}, 7), ({"max_completion_tokens": None}, None),
+    ({}, None)])
+def test_vllm_19861_v0_and_v1_max_completion_tokens_is_a_limit(kind, limits, num_tokens):
+    "The newer name alone, and the answer is as long as it likes. Null is the rest of the window."
+    status, answer = ask_server(kind, "/v1/chat/completions", messages=HELLO, **limits)
+    usage = answer["usage"]
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
+    assert usage["completion_tokens"] == (num_tokens or 64 - usage["prompt_tokens"])   # the toy's window has 64 tokens
+
+
 # 6. Text, stop strings, ends -----------------------------------------------------------------
 
 @on_both
@@ -1078,3 +1164,112 @@ def test_vllm_7779_logprobs_under_load_are_those_of_a_request_alone(llm):
             assert list(here) == list(there) and [p.rank for p in here.values()] == [p.rank for p in there.values()]
             assert [p.logprob for p in here.values()] == pytest.approx([p.logprob for p in there.values()], abs=1e-4)
         assert out.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=1e-3)
+
+
+# 10. Streams, OpenAI's API --------------------------------------------------------------------------
+
+BODIES = {"/v1/completions": {"prompt": "abc"}, "/v1/chat/completions": {"messages": HELLO}}
+streams = pytest.mark.parametrize("path", BODIES)
+on_both_servers = pytest.mark.parametrize("kind", ENGINES)
+
+
+def stream(kind, path, **fields) -> list[dict]:
+    status, chunks = ask_server(kind, path, **BODIES[path], stream=True, **fields)
+    assert status == 200
+    return chunks
+
+
+@on_both_servers
+@streams
+def test_vllm_7262_the_usage_comes_once_and_the_rest_is_null(kind, path):
+    "With `include_usage`, every chunk has it."
+    *chunks, last = stream(kind, path, max_tokens=6, n=2, temperature=1, stream_options={"include_usage": True})
+    assert len(chunks) > 6 and all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+    for options in ({}, {"stream_options": {"include_usage": False}}):
+        assert all("usage" not in chunk for chunk in stream(kind, path, max_tokens=6, **options))
+
+
+@on_both_servers
+@streams
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_vllm_6371_the_usage_is_there_just_before_the_end(kind, path, max_tokens):
+    "With `include_usage`, no chunk has it."
+    chunks = stream(kind, path, max_tokens=max_tokens, stream_options={"include_usage": True})   # [DONE] came right after
+    ends = [i for i, chunk in enumerate(chunks) if chunk["choices"] and chunk["choices"][0]["finish_reason"]]
+    assert ends == [len(chunks) - 2] and chunks[-1]["usage"]["completion_tokens"] == max_tokens
+    assert {chunk["id"] for chunk in chunks} == {chunks[-1]["id"]} and chunks[-1]["model"] == "tiny"
+
+
+@on_both_servers
+@streams
+def test_vllm_6652_who_leaves_early_knows_what_it_has_cost(kind, path):
+    "Bills are by the token, and the usage comes at the end, if one stays so long."
+    chunks = stream(kind, path, max_tokens=9, logprobs=True if "chat" in path else 1,
+                    stream_options={"continuous_usage_stats": True})
+    seen = 0
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found = choice["logprobs"] or {}
+            seen += len(found.get("tokens") or found.get("content") or ())
+        assert chunk["usage"]["completion_tokens"] == seen
+        assert chunk["usage"]["total_tokens"] == seen + chunk["usage"]["prompt_tokens"]
+    assert seen == 9 and chunks[-1]["choices"]   # nobody asked for another one at the end
+
+
+@pytest.mark.parametrize("make", [make_v1, lambda: AsyncLLMEngine(make_v0_engine(num_steps=4))], ids=["v1", "v0"])
+def test_vllm_8625_tokens_are_counted_not_chunks(make):
+    "A chunk carries several tokens, and is counted as one."
+    async def main():
+        engine = make()
+        try:
+            request = check_request(CompletionRequest, {
+                "model": "tiny", "prompt": "abc", "max_tokens": 40, "stream": True, "logprobs": 0,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
+            sizes, totals = [], []
+            async for event in await Serving(engine, ["tiny"]).create_completion(request):
+                await asyncio.sleep(0.03)   # a reader so slow that tokens gather; V0 makes four at a time
+                if "[DONE]" in event: break
+                chunk = json.loads(event.removeprefix("data: "))
+                totals.append(chunk["usage"]["completion_tokens"])
+                sizes += [len(c["logprobs"]["tokens"]) if c["logprobs"] else 0 for c in chunk["choices"]]
+            return sizes, totals
+        finally: engine.shutdown()
+    sizes, totals = asyncio.run(asyncio.wait_for(main(), 20))
+    assert sum(sizes) == totals[-1] == 40 and max(sizes) > 1
+    assert totals[:len(sizes)] == list(itertools.accumulate(sizes))
+
+
+@on_both_servers
+@streams
+def test_vllm_19662_every_choice_has_a_finish_reason_if_only_null(kind, path):
+    "The key is missing until the last chunk."
+    chunks = stream(kind, path, max_tokens=5, stream_options={"include_usage": True})
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+@on_both_servers
+@streams
+def test_vllm_35705_the_last_text_and_the_reason_come_apart(kind, path):
+    "Both in one chunk, and clients that see the reason drop the text."
+    chunks = stream(kind, path, max_tokens=10)
+    texts = [c.get("text", c.get("delta", {}).get("content", "")) for chunk in chunks for c in chunk["choices"]]
+    reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"]]
+    assert texts[-2] and (texts[-1], reasons) == ("", [None] * (len(reasons) - 1) + ["length"])
+    assert len("".join(texts)) == 10
+    if path.startswith("/v1/chat"): assert chunks[-1]["choices"][0]["delta"] == {}
+    assert some_page_says("reason", "comes last and alone") and some_page_says("an empty delta with the reason")
+
+
+@on_both_servers
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("prompt, text", [([97, 108, 101], "ale"), ("ale", "ale"), ([195, 169, 97], "éa")])
+@pytest.mark.parametrize("max_tokens", [5, 0])
+def test_vllm_2706_echo_of_token_ids_and_of_a_prompt_alone(kind, is_stream, prompt, text, max_tokens):
+    "`echo` with token ids as the prompt, or with `max_tokens=0`, is a failure of the server."
+    status, answer = ask_server(kind, "/v1/completions", prompt=prompt, echo=True, max_tokens=max_tokens, stream=is_stream)
+    choices = [c for chunk in (answer if is_stream else [answer]) for c in chunk["choices"]]
+    last = text.encode()[-1]
+    assert status == 200 and "".join(c["text"] for c in choices) == text + bytes(range(last + 1, last + 1 + max_tokens)).decode()
+    assert choices[-1]["finish_reason"] == "length"
