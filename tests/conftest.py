@@ -30,9 +30,8 @@ def tiny_server(tmp_path_factory):
             if kind not in servers:
                 import served   # imports torch
                 folder = served.make_model(tmp_path_factory.mktemp(kind) / "tiny")
-                # Few kernels are kept: a process is as large as it gets after a few requests.
                 servers[kind] = stack.enter_context(served.start(
-                    folder, kind, "--api-key", served.KEY, LRU_CACHE_CAPACITY="16", ONEDNN_PRIMITIVE_CACHE_CAPACITY="16"))
+                    folder, kind, "--api-key", served.KEY, **served.FEW_KERNELS))
                 servers[kind].folder = folder
             return servers[kind]
         yield get

@@ -42,10 +42,14 @@ def start(folder: str, kind: str, *words: str, **options) -> ServerProcess:
     return ServerProcess(folder, "--load-format", "auto", "--engine", kind, *words, **options)
 
 
-def start_smollm2(kind: str, *words: str) -> ServerProcess:
+# Few kernels are kept: a process is as large as it gets after a few requests.
+FEW_KERNELS = {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+
+
+def start_smollm2(kind: str, *words: str, **env: str) -> ServerProcess:
     "The same with the default model and its tokenizer."
     return start(smollm2(), kind, "--tokenizer", smollm2(), "--num-gpu-blocks-override", "2048",
-                 "--max-model-len", "1024", *words, limit_s=300)
+                 "--max-model-len", "1024", *words, limit_s=300, **env)
 
 
 def call(url: str, path: str, data=None, limit_s=20, key=KEY, raw=False):

@@ -20,7 +20,8 @@ import httpx
 import openai
 import pytest
 from served import (
-    KEY, KINDS, LLM_ARGS, SMOLLM2_ARGS, call, core_pid, is_alive, metrics, rss_bytes, smollm2, start_smollm2, wait_idle, wait_until)
+    FEW_KERNELS, KEY, KINDS, LLM_ARGS, SMOLLM2_ARGS, call, core_pid, is_alive, metrics, rss_bytes, smollm2, start_smollm2,
+    wait_idle, wait_until)
 
 from minengine.llm import LLM
 from minengine.sampling_params import SamplingParams
@@ -257,7 +258,7 @@ def large(request):
 def test_smollm2_200_streams_a_third_leaves_and_nothing_stays(large):
     kind, wishes = large
     rng, sizes = random.Random(3), []
-    with start_smollm2(kind, "--api-key", KEY, *POOL_WORDS) as server:
+    with start_smollm2(kind, "--api-key", KEY, *POOL_WORDS, **FEW_KERNELS) as server:
         pids = server.process.pid, core_pid(server)
         for _ in range(4):   # and one before, to warm up
             start = time.monotonic()
