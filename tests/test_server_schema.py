@@ -22,7 +22,8 @@ def mend(case):
     "What no schema says: which model there is, and prompts that it takes. The other fields stay as they are."
     if not isinstance(case.body, dict): return
     case.body["model"] = "tiny"
-    if "max_tokens" in case.body: case.body["max_tokens"] = 4
+    if case.path.startswith("/v1/"): case.body["max_tokens"] = 4   # to the window's end, 300 times over, takes its time
+    if isinstance(case.body.get("n"), int): case.body["n"] = min(case.body["n"], 4)
     if "prompt" in case.body: case.body["prompt"] = "abc"
     if "messages" in case.body: case.body["messages"] = [{"role": "user", "content": "hi"}]
     if "tokens" in case.body: case.body["tokens"] = [97, 98]
