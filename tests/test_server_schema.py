@@ -1,11 +1,13 @@
 """The API's own description, and schemathesis, which reads it and sends what follows from it and what does not."""
 import json
+import time
 
 import pytest
 import schemathesis
 from front_tiny import ARGS, make_folder
 from hypothesis import HealthCheck, Phase, given, settings
-from server_tiny import serve_in_thread
+from schemathesis.specs.openapi import checks
+from server_tiny import is_at_rest, serve_in_thread
 
 from minengine.config import EngineArgs
 from minengine.server.launcher import make_async_engine
@@ -31,6 +33,10 @@ def mend(case):
         if isinstance(value, float) and value == int(value): case.body[name] = int(value)
 
 
+# What comes back is what the description says.
+CONFORMS = [checks.response_schema_conformance, checks.content_type_conformance, checks.status_code_conformance]
+
+
 def explore(server, mode, num_examples):
     config = schemathesis.Config.from_dict({"generation": {"mode": mode.split()[0]}, "request-timeout": 20})
     seen = set()
@@ -45,6 +51,7 @@ def explore(server, mode, num_examples):
             if mode == "positive mended": mend(case)
             response = case.call(timeout=20)
             assert response.status_code < 500, (case.as_curl_command(), response.text)
+            case.validate_response(response, checks=CONFORMS)
             seen.add(response.status_code)
             if response.status_code == 200: return
             error = response.json()["error"]
@@ -62,3 +69,7 @@ def test_schemathesis(server, mode):
     request = urllib.request.Request(server.url + "/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=10) as response:   # unharmed
         assert json.load(response)["usage"]["completion_tokens"] <= 3
+    deadline = time.monotonic() + 20
+    while not is_at_rest(server.engine):
+        assert time.monotonic() < deadline, "something still runs"
+        time.sleep(0.01)
