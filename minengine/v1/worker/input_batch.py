@@ -31,6 +31,11 @@ class CachedRequestState:
     num_computed_tokens: int   # tokens whose KV is in those blocks
     generator: torch.Generator | None = None # of a seeded request, for its life
     output_token_ids: list[int] = field(default_factory=list)
+    mm_inputs: list[Any] = ()    # preprocessed images, in prompt order
+    mm_hashes: list[str] = ()    # digest of each
+    mm_positions: list[Any] = () # the `PlaceholderRange` of each
+    mrope_positions: np.ndarray | None = None # [3, prompt tokens] int64, or
+    mrope_position_delta: int = 0 # none; token p behind them: p + this
 
     @property
     def num_tokens(self) -> int: # known tokens, prompt and output

@@ -8,7 +8,7 @@ __all__ = ['MAX_LOGITS', 'ragged_positions', 'logits_rows', 'make_request_state'
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #export-imports
 from dataclasses import replace
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -70,7 +70,8 @@ def make_request_state(
     # A copy of the blocks: the worker adds to its own list only.
     return CachedRequestState(
         data.req_id, data.prompt_token_ids, params, list(data.block_ids),
-        data.num_computed_tokens, generator)
+        data.num_computed_tokens, generator, mm_inputs=data.mm_inputs,
+        mm_hashes=data.mm_hashes, mm_positions=data.mm_positions)
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #apply-delta
 def apply_delta(
@@ -298,9 +299,10 @@ class ModelRunner:
         model: torch.nn.Module,            # for `compute_logits`
         run_model: Callable | None = None, # (input_ids, positions) -> hidden
         num_input_tokens: Callable[[int], int] | None = None, # to pad to
+        images: Any = None,                # an `EncoderRunner`; None: text only
     ):
         self.vllm_config, self.model = vllm_config, model
-        self.run_model = run_model or model
+        self.run_model, self.images = run_model or model, images
         self.num_input_tokens = num_input_tokens or int
         self.device = torch.device(vllm_config.device_config.device)
         self.backend = vllm_config.device_config.attention_backend
@@ -355,9 +357,10 @@ class ModelRunner:
             logprobs=logprobs, prompt_logprobs_dict=prompt_logprobs or {})
 
     def _update_states(self, output):
-        o = output
-        if o.scheduled_encoder_inputs or o.scheduled_spec_decode_tokens:
-            raise NotImplementedError("no images and no drafts in this runner")
+        if output.scheduled_spec_decode_tokens:
+            raise NotImplementedError("no drafts in this runner")
+        if output.scheduled_encoder_inputs and self.images is None:
+            raise NotImplementedError("no images in this runner")
         scores = self.prompt_logprobs
         for req_id in output.finished_req_ids: scores.pop(req_id, None)
         for data in output.scheduled_new_reqs:
@@ -365,16 +368,19 @@ class ModelRunner:
             if k is None: continue
             scores[data.req_id] = PromptLogprobs(data.prompt_token_ids, k)
         update_batch(self.batch, self.requests, output, self.device)
+        if self.images: self.images.update(self.requests, output)
 
     def forward(self,
         metadata: AttentionMetadata, # of the step that is in the buffers
     ) -> Tensor:                     # [num_tokens, hidden_size]
         "Run the model on the buffers; a padded tail goes in, and is cut off."
         size = self.num_input_tokens(metadata.num_tokens)
-        input_ids = self.buffers.input_ids.commit(size)
-        positions = self.buffers.positions.commit(size)
+        inputs = (self.buffers.input_ids.commit(size),
+                  self.buffers.positions.commit(size))
+        if self.images: inputs = self.images.model_inputs(
+            *inputs, self.batch, self.requests, metadata)
         with set_forward_context(metadata, self.kv_caches, self.backend):
-            return self.run_model(input_ids, positions)[:metadata.num_tokens]
+            return self.run_model(*inputs)[:metadata.num_tokens]
 
     def _sample(self, hidden, metadata):
         n, tokens = self.batch.num_reqs, self.batch.tokens
@@ -399,8 +405,10 @@ class ModelRunner:
         limits = self.vllm_config.scheduler_config
         size = self.num_input_tokens(limits.max_num_batched_tokens)
         input_ids = torch.zeros(size, dtype=torch.int32, device=self.device)
+        inputs = input_ids, input_ids.long()
+        if self.images: inputs = self.images.profile_inputs(*inputs)
         with set_forward_context(None, [], self.backend):
-            hidden = self.run_model(input_ids, input_ids.long())
+            hidden = self.run_model(*inputs)
         logits = self.model.compute_logits(hidden[:limits.max_num_seqs])
         # A sampler of its own: the engine's generator stays where it is.
         Sampler(config.logprobs_mode)(logits, demanding_metadata(
