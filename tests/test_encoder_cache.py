@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from minengine.v1.core.encoder_cache_manager import (
-    EncoderCacheManager, choose_encoder_inputs, compute_encoder_budget)
+from minengine.config import compute_encoder_budget
+from minengine.v1.core.encoder_cache_manager import EncoderCacheManager, choose_encoder_inputs
 from minengine.v1.messages import PlaceholderRange
 
 
