@@ -7,11 +7,13 @@ import torch
 from transformers import LlamaConfig
 from transformers import MistralConfig
 from transformers import Qwen2Config
+from transformers import Qwen2_5_VLTextConfig
 from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minengine.model.layers import MLP
@@ -148,7 +150,39 @@ def test_raw_config_files_of_every_family(cls):
     assert torch.equal(get_rope(SimpleNamespace(**raw)).table, get_rope(cls(**raw)).table)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "proportional", "nonsense"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in ROPES if name != "dynamic"])
+def test_three_positions_per_token(name, dtype):
+    "M-RoPE turns each section of a head by a position of its own, whatever the kind of turning."
+    config = rope_config(name, cls=Qwen2_5_VLTextConfig, mrope_section=[2, 3, 3])
+    positions = torch.randint(0, POSITIONS, (3, 21))
+    heads = torch.randn(1, 21, 3, HEAD_DIM).to(dtype)
+    cos_sin = Qwen2_5_VLRotaryEmbedding(config)(heads, positions[:, None])
+    wanted = apply_rotary_pos_emb(heads, heads, *cos_sin, unsqueeze_dim=2)[0][0]
+    ours = get_rope(config, dtype=dtype)
+    got = apply_rotary(heads[0], *ours(positions))   # float32 rounds once less
+    if dtype == torch.float32: torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
+    else: assert torch.equal(got, wanted)
+
+
+def test_three_equal_positions_are_one():
+    plain, mrope = get_rope(rope_config("yarn")), get_rope(rope_config("yarn", mrope_section=[2, 3, 3]))
+    one = torch.randint(0, POSITIONS, (30,))
+    for a, b, c in zip(plain(one), mrope(one), mrope(one.expand(3, -1))): assert torch.equal(a, b) and torch.equal(b, c)
+    with pytest.raises(IndexError): mrope(torch.full((3, 1), POSITIONS))
+
+
+def test_raw_config_files_of_qwen2_5_vl():
+    "`mrope` in a file says where tokens stand; transformers reads it as the plain kind with sections."
+    raw = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
+               max_position_embeddings=64, rope_theta=250.0,
+               rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]))
+    raw = json.loads(json.dumps(raw))
+    ours, theirs = get_rope(SimpleNamespace(**raw)), get_rope(Qwen2_5_VLTextConfig(**raw))
+    assert ours.sections == theirs.sections and torch.equal(ours.table, theirs.table)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "proportional", "nonsense"])
 def test_an_unknown_rope_type_is_refused_by_name(kind):
     config = SimpleNamespace(rope_scaling=dict(type=kind, factor=2.0), hidden_size=64,
                              num_attention_heads=4, max_position_embeddings=64)
@@ -159,6 +193,10 @@ def test_an_unknown_rope_type_is_refused_by_name(kind):
 @pytest.mark.parametrize("settings, words", [
     (dict(rope_type="linear"), "rope type 'linear' needs factor"),
     (dict(rope_type="llama3", factor=8.0), "needs low_freq_factor, high_freq_factor"),
+    (dict(rope_type="mrope"), "rope type 'mrope' needs mrope_section"),
+    (dict(mrope_section=[2, 3, 4]), r"three numbers with sum 8, got \[2, 3, 4\]"),
+    (dict(mrope_section=[4, 4]), r"three numbers with sum 8, got \[4, 4\]"),
+    (dict(mrope_section=[2, 3, 3], mrope_interleaved=True), "mrope_interleaved must be false"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor must be 1, got 0.5"),
     (dict(full_attention=dict(rope_theta=1.0)), "rope settings of their own for full_attention layers"),
 ])

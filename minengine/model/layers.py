@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROPE_TYPES', 'rms_norm', 'RMSNorm', 'QKNorm', 'apply_rotary', 'inverse_frequencies', 'rope_parameters',
-           'RotaryEmbedding', 'get_rope', 'SiluAndMul', 'GateUpLinear', 'MLP']
+           'RotaryEmbedding', 'MRotaryEmbedding', 'get_rope', 'SiluAndMul', 'GateUpLinear', 'MLP']
 
 # %% ../../nbs/12_layers.ipynb #export-imports
 import math
@@ -119,6 +119,14 @@ def inverse_frequencies(
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / theta ** exponents
 
+# %% ../../nbs/12_layers.ipynb #need
+def _need(params: dict, *keys: str) -> list:
+    "The values of settings that have no default."
+    missing = [key for key in keys if params.get(key) is None]
+    if missing: raise ValueError(f"rope type {params['rope_type']!r} needs "
+                                 + ", ".join(missing))
+    return [params[key] for key in keys]
+
 # %% ../../nbs/12_layers.ipynb #rope-parameters
 def rope_parameters(
     hf_config: Any, # a `transformers` config, or anything with its fields
@@ -131,6 +139,9 @@ def rope_parameters(
             raise ValueError(f"rope settings of their own for {key} layers "
                              "are not supported")
     kind = params.get("rope_type") or params.get("type") or "default"
+    if kind == "mrope":   # where tokens stand, not how fast pairs turn
+        _need(params | dict(rope_type=kind), "mrope_section")
+        kind = "default"
     longest = field("max_position_embeddings")
     params |= dict(rope_type=kind, max_position_embeddings=longest)
     for key, usual in (("rope_theta", 1e4), ("partial_rotary_factor", 1.0)):
@@ -143,13 +154,6 @@ def rope_parameters(
     return params
 
 # %% ../../nbs/12_layers.ipynb #plain-types
-def _need(params: dict, *keys: str) -> list:
-    "The values of settings that have no default."
-    missing = [key for key in keys if params.get(key) is None]
-    if missing: raise ValueError(f"rope type {params['rope_type']!r} needs "
-                                 + ", ".join(missing))
-    return [params[key] for key in keys]
-
 def _default_rope(params: dict, head_dim: int, max_len: int):
     "Every pair turns at its own constant speed."
     return inverse_frequencies(head_dim, params["rope_theta"]), 1.0
@@ -244,6 +248,34 @@ class RotaryEmbedding(nn.Module):
         "What `apply_rotary` takes; raises `IndexError` past the table."
         return self.table.index_select(0, positions).unbind(1)
 
+# %% ../../nbs/12_layers.ipynb #mrotary-embedding
+class MRotaryEmbedding(RotaryEmbedding):
+    "M-RoPE: each section of the pairs turns by a position of its own."
+
+    def __init__(self,
+        freqs: Tensor,  # [head_dim / 2] or [max_len, head_dim / 2], radians
+        max_len: int,   # positions, 0 to max_len - 1
+        sections: list[int], # pairs for time, height, width
+        scale: float = 1.0,                 # factor on cosines and sines
+        dtype: torch.dtype = torch.float32, # of the model
+    ):
+        pairs, sections = freqs.shape[-1], list(sections)
+        if len(sections) != 3 or sum(sections) != pairs: raise ValueError(
+            f"mrope_section must be three numbers with sum {pairs}, "
+            f"got {sections}")
+        super().__init__(freqs, max_len, scale, dtype)
+        self.sections = sections * 2   # of cosines; each pair has two
+
+    def forward(self,
+        positions: Tensor,       # [3, num_tokens] int, or [num_tokens]
+    ) -> tuple[Tensor, Tensor]:  # cos, signed sin: [num_tokens, 1, head_dim]
+        "What `apply_rotary` takes; one row of positions counts for all three."
+        if positions.dim() == 1: return super().forward(positions)
+        rows = self.table.index_select(0, positions.flatten())
+        parts = rows.unflatten(0, positions.shape).split(self.sections, -1)
+        parts = [part[i % 3] for i, part in enumerate(parts)]
+        return torch.cat(parts, -1).unbind(1)
+
 # %% ../../nbs/12_layers.ipynb #get-rope
 def get_rope(
     hf_config: Any,             # a `transformers` config
@@ -263,7 +295,11 @@ def get_rope(
         raise ValueError(f"head_dim must be even for rope, got {head_dim}")
     max_len = max_len or params["max_position_embeddings"]
     freqs, scale = ROPE_TYPES[kind](params, head_dim, max_len)
-    return RotaryEmbedding(freqs, max_len, scale, dtype)
+    sections = params.get("mrope_section")
+    if sections is None: return RotaryEmbedding(freqs, max_len, scale, dtype)
+    if params.get("mrope_interleaved"):
+        raise ValueError("mrope_interleaved must be false, got true")
+    return MRotaryEmbedding(freqs, max_len, sections, scale, dtype)
 
 # %% ../../nbs/12_layers.ipynb #silu-and-mul
 class SiluAndMul(nn.Module):
