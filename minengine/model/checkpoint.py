@@ -31,10 +31,12 @@ from tqdm.auto import tqdm
 from ..config import CacheConfig
 from ..config import CompilationConfig
 from ..config import check_choice
+from ..config import compute_encoder_budget
 from ..config import DeviceConfig
 from ..config import EngineArgs
 from ..config import LoadConfig
 from ..config import ModelConfig
+from ..config import MultiModalConfig
 from ..config import ParallelConfig
 from ..config import SchedulerConfig
 from ..config import VllmConfig
@@ -326,7 +328,9 @@ _ONLY = {  # engine that has the option -> option -> what the other accepts
         "long_prefill_token_threshold": (0,), "swap_space": (4, 0),
         "use_async_output_proc": (None, False)},
     "v1": {"num_preallocate_tokens": (64, 0),
-           "logprobs_mode": (None, "processed_logprobs")},
+           "logprobs_mode": (None, "processed_logprobs"),
+           "max_num_encoder_input_tokens": (None, 0),
+           "encoder_cache_size": (None, 0)},
 }
 
 def _refuse_other_engines(args: EngineArgs):
@@ -363,6 +367,21 @@ def _scheduler_limits(
     elif tokens is not None: seqs = min(seqs, tokens)  # one token each
     return dict(max_num_seqs=seqs, max_num_batched_tokens=tokens,
                 enable_chunked_prefill=chunked)
+
+# %% ../../nbs/14_checkpoint.ipynb #encoder-limits
+def _encoder_limits(
+    args: EngineArgs, model: ModelConfig, num_tokens: int
+) -> tuple[int, int]:
+    "V1's encoder tokens a step and kept; zeros for V0 and for text models."
+    kind, longest = get_model_class(model.hf_config), 0
+    sees = getattr(kind, "supports_multimodal", False)
+    if sees and args.engine == "v1" and model.multimodal_config.max_images != 0:
+        longest = kind.max_image_tokens(model)
+    budget, size = compute_encoder_budget(longest, num_tokens)
+    if args.max_num_encoder_input_tokens is not None:
+        budget = args.max_num_encoder_input_tokens
+    if args.encoder_cache_size is not None: size = args.encoder_cache_size
+    return budget, size
 
 # %% ../../nbs/14_checkpoint.ipynb #compilation
 def compilation_config(
@@ -421,6 +440,8 @@ def create_engine_config(
                 "multi_step_stream_outputs", "preemption_mode",
                 "max_num_partial_prefills", "max_long_partial_prefills",
                 "long_prefill_token_threshold"))
+    scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_size = \
+        _encoder_limits(args, model, scheduler.max_num_batched_tokens)
     parallel = ParallelConfig(**_copy(args, "tensor_parallel_size",
         "pipeline_parallel_size", "distributed_executor_backend"))
     return VllmConfig(model, cache, scheduler, parallel, device, load,
@@ -450,6 +471,10 @@ def _model_config(
         str(files.path), hf_config, args.tokenizer or own,
         generation_config=defaults, logprobs_mode=mode,
         dtype=resolve_dtype(args.dtype, device, hf_config),
+        multimodal_config=MultiModalConfig(
+            args.limit_mm_per_prompt, **_copy(
+                args, "mm_processor_kwargs", "mm_processor_cache_gb",
+                "allowed_local_media_path", "allowed_media_domains")),
         **_copy(args, "seed", "max_model_len", "max_logprobs",
                 "enforce_eager", "skip_tokenizer_init", "pack_cpu_weights"))
 
