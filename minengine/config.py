@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_range', 'check_int', 'check_choice', 'cdiv', 'longest_len', 'get_hf_text_config', 'MultiModalConfig',
            'ModelConfig', 'CacheConfig', 'SchedulerConfig', 'compute_encoder_budget', 'ParallelConfig', 'DeviceConfig',
-           'LoadConfig', 'CompilationConfig', 'VllmConfig', 'EngineArgs']
+           'LoadConfig', 'CompilationConfig', 'SpeculativeConfig', 'VllmConfig', 'EngineArgs']
 
 # %% ../nbs/01_config.ipynb #export-imports
 from dataclasses import dataclass
@@ -329,6 +329,40 @@ class CompilationConfig:
         for size in self.cudagraph_capture_sizes or ():
             check_int("cudagraph_capture_sizes", size, 1)
 
+# %% ../nbs/01_config.ipynb #speculative-config
+@dataclass
+class SpeculativeConfig:
+    "Who guesses the next tokens, and how many."
+    num_speculative_tokens: int     # drafts a step, at most
+    method: str | None = None       # "ngram" or "draft_model"; None: by model
+    model: str | None = None        # the draft model: folder, file or hub name
+    prompt_lookup_max: int | None = None  # n-gram: tokens to match, at most
+    prompt_lookup_min: int | None = None  # n-gram: at least
+    draft_model_config: ModelConfig | None = None  # filled in, for a model
+
+    def __post_init__(self):
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if self.model in ("ngram", "[ngram]"):   # vLLM's older spelling
+            self.model, self.method = None, self.method or "ngram"
+        if self.method is None:
+            self.method = "draft_model" if self.model else "ngram"
+        check_choice("method", self.method, ("ngram", "draft_model"))
+        given = self.prompt_lookup_max, self.prompt_lookup_min
+        if self.method == "draft_model":
+            if not self.model: raise ValueError(
+                "method 'draft_model' needs a model, got None")
+            if given != (None, None): raise ValueError(
+                f"prompt_lookup_max and _min are for 'ngram', got {given}")
+            return
+        if self.model: raise ValueError(
+            f"method 'ngram' takes no model, got {self.model!r}")
+        default = next((n for n in given if n is not None), 5)
+        if self.prompt_lookup_max is None: self.prompt_lookup_max = default
+        if self.prompt_lookup_min is None: self.prompt_lookup_min = default
+        check_int("prompt_lookup_min", self.prompt_lookup_min, 1)
+        check_int("prompt_lookup_max", self.prompt_lookup_max,
+                  self.prompt_lookup_min)
+
 # %% ../nbs/01_config.ipynb #vllm-config
 @dataclass
 class VllmConfig:
@@ -341,6 +375,7 @@ class VllmConfig:
     load_config: LoadConfig = field(default_factory=LoadConfig)
     compilation_config: CompilationConfig = field(
         default_factory=CompilationConfig)
+    speculative_config: SpeculativeConfig | None = None  # None: no drafts
 
     def __post_init__(self):
         budget = self.scheduler_config.max_num_batched_tokens
@@ -409,6 +444,7 @@ class EngineArgs:
     encoder_cache_size: int | None = None   # V1; None: as the step
     enable_multiprocessing: bool | None = None  # V1: its core in a process of
                                       # its own; None: only for a server
+    speculative_config: dict | None = None  # of `SpeculativeConfig`: drafts
     disable_log_stats: bool = True
     use_tqdm_on_load: bool = True
 

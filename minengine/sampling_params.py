@@ -55,6 +55,8 @@ def _check_numbers(p: "SamplingParams"):
     if p.seed is not None: check_int("seed", p.seed, -2**63, 2**63 - 1)
     if p.truncate_prompt_tokens is not None:
         check_int("truncate_prompt_tokens", p.truncate_prompt_tokens, 1)
+    if p.num_speculative_tokens is not None:
+        check_int("num_speculative_tokens", p.num_speculative_tokens, 0)
 
 # %% ../nbs/02_sampling_params.ipynb #check-strings
 def _as_list(name: str, value: Any) -> list:
@@ -120,6 +122,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None   # keep the prompt's last so many
+    num_speculative_tokens: int | None = None   # drafts a step; 0: none
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None     # V0: Python callables, one row at a time
     guided_decoding: Any = None       # not supported: the engines refuse it
