@@ -52,8 +52,19 @@ class Worker:
             config.scheduler_config.max_num_batched_tokens, self.device,
             cache_folder(config.load_config) / "compiled")
         self.model_runner = ModelRunner(
-            config, self.model, run, getattr(run, "num_input_tokens", None))
+            config, self.model, run, getattr(run, "num_input_tokens", None),
+            self._make_encoder_runner())
         self.summary["weights_bytes"] = model_bytes(self.model)
+
+    def _make_encoder_runner(self):
+        if not getattr(self.model, "supports_multimodal", False): return None
+        level = self.vllm_config.compilation_config.level
+        if level: raise ValueError(
+            f"compilation level {level}: a model that sees images runs eager, "
+            "choose level 0")
+        # Only here: a text model needs nothing of that page.
+        from minengine.v1.worker.encoder_runner import EncoderRunner
+        return EncoderRunner(self.vllm_config, self.model, self.device)
 
     def get_kv_cache_block_bytes(self) -> int: # bytes, in all layers
         "What one block costs on this device."
