@@ -438,7 +438,7 @@ def _draft_model(
     config = ModelConfig(
         str(files.path), hf_config, dtype=target.dtype, seed=target.seed,
         max_model_len=min(longest, target.max_model_len),
-        **_copy(args, "enforce_eager", "pack_cpu_weights"))
+        pack_cpu_weights=args.pack_cpu_weights)
     if config.vocab_size != target.vocab_size: raise ValueError(
         f"the draft model {name!r} knows {config.vocab_size} tokens, the "
         f"model {target.vocab_size}: they must share one vocabulary")
