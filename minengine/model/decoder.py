@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'TEXT_MODEL_TYPES', 'STACKED', 'PREFIXES', 'MULTIMODAL_MODELS', 'Family', 'get_family', 'sliding_windows',
            'SelfAttention', 'DecoderLayer', 'DecoderModel', 'checkpoint_names', 'weight_targets',
-           'load_decoder_weights', 'DecoderForCausalLM', 'get_model_class']
+           'load_decoder_weights', 'torch_dtype', 'DecoderForCausalLM', 'get_model_class']
 
 # %% ../../nbs/13_decoder.ipynb #export-imports
 import importlib
@@ -337,7 +337,10 @@ def _check_config(config: ModelConfig):
     divide(config.num_attention_heads, config.num_kv_heads)
     divide(hf.intermediate_size, get_tensor_model_parallel_world_size())
 
-def _torch_dtype(name: str) -> torch.dtype:
+# %% ../../nbs/13_decoder.ipynb #torch-dtype
+def torch_dtype(
+    name: str, # as in `ModelConfig.dtype`
+) -> torch.dtype:
     "A config's dtype; 'auto' that nobody has resolved means float32."
     return torch.float32 if name == "auto" else getattr(torch, name)
 
@@ -351,7 +354,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         _check_config(model_config)
         self.config, hf = model_config, model_config.hf_config
-        dtype = _torch_dtype(model_config.dtype)
+        dtype = torch_dtype(model_config.dtype)
         self.model = DecoderModel(model_config, dtype)
         self.lm_head = ParallelLMHead(
             model_config.vocab_size, model_config.hidden_size, dtype)
