@@ -31,7 +31,7 @@ requests = st.builds(
     M.EngineCoreRequest, st.text(), maybe(st.text()), ids, params, maybe(st.integers(0, 2**32)), floats,
     mm_hashes=maybe(st.lists(st.text(), max_size=2)),
     mm_placeholders=maybe(st.lists(st.builds(M.PlaceholderRange, st.integers(0, 99), st.integers(1, 99)), max_size=2)),
-    cache_salt=maybe(st.text()))
+    cache_salt=maybe(st.text()), mm_evict=maybe(st.lists(st.text(), max_size=2)))
 
 
 def round_trip(message):

@@ -78,7 +78,7 @@ requests = st.builds(
     M.EngineCoreRequest, text, maybe(text), ids, params, maybe(st.integers(0, 2**32)), floats,
     mm_inputs=maybe(st.lists(anything, max_size=2)), mm_hashes=maybe(st.lists(text, max_size=2)),
     mm_placeholders=maybe(st.lists(places, max_size=2)), lora_request=maybe(anything), cache_salt=maybe(text),
-    priority=st.integers(-9, 9))
+    priority=st.integers(-9, 9), mm_evict=maybe(st.lists(text, max_size=2)))
 logprobs = st.builds(M.LogprobsLists, st.lists(ids, max_size=3), st.lists(st.lists(floats, max_size=3), max_size=3), ids)
 events = st.builds(M.EngineCoreEvent, st.sampled_from(M.EngineCoreEventType), floats)
 output = st.builds(

@@ -47,6 +47,8 @@ class EngineCoreRequest(
     lora_request: Any = None            # kept for the block hash, unused
     cache_salt: str | None = None       # share cached blocks within this only
     priority: int = 0                   # V1 takes 0 only
+    mm_evict: list[str] | None = None   # digests that the core's copy of the
+                                        # image cache drops; None: no copy
 
 # %% ../../nbs/40_v1_messages.ipynb #event-type
 class EngineCoreEventType(enum.IntEnum):
