@@ -121,7 +121,7 @@ def built_with(strategy): return set(strategy.wrapped_strategy.kwargs)
 def test_no_field_is_left_out_here():
     # Whoever adds a field to a message adds it to the strategies above too.
     assert built_with(params) == set(SamplingParams.__struct_fields__)
-    assert len(M.EngineCoreRequest.__struct_fields__) == 12
+    assert len(M.EngineCoreRequest.__struct_fields__) == 13
     assert len(M.EngineCoreOutput.__struct_fields__) == 8
     assert len(M.EngineCoreOutputs.__struct_fields__) == 3
     assert len(M.SchedulerStats.__struct_fields__) == 6
