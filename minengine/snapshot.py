@@ -186,9 +186,10 @@ def look_at_allocator(
     ids, counts = allocator.all_block_ids, allocator.refcounter._counts
     cached = getattr(allocator, "_cached_blocks", {})
     own = [t for t in tables if t.block_ids and t.block_ids[-1] in ids]
+    named = {i for t in own for i in t.block_ids}
     return PoolSnapshot(
-        len(ids), allocator.block_size, own, sorted(cached.values()),
-        ids.start, name, {i: n for i, n in counts.items() if n})
+        len(ids), allocator.block_size, own, sorted(cached.values()), ids.start,
+        name, {i: n for i, n in counts.items() if n and i not in named})
 
 def look_at_pools(
     allocator: CpuGpuBlockAllocator,

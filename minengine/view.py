@@ -175,7 +175,8 @@ def view_tables(
             where = f"{at * size}–{(at + 1) * size - 1}" if size else str(at)
             boxes.append(tile(str(i), where, [colour_of(t.name)], share,
                               hint=f"positions {where} are in block {i}"))
-        lines.append(line(t.name, boxes or [chip("no blocks")], "4em"))
+        who = chip(t.name, colour_of(t.name))
+        lines.append(line("", [who, *(boxes or [chip("no blocks")])]))
         rows.append([t.name, " ".join(map(str, t.block_ids)) or "none"])
     below = "positions" if block_size else "place in the table"
     note = f"large: block; small: {below}"
