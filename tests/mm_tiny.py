@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from mm_tiny_qwen import make_processor, make_tiny_qwen2_5_vl
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
@@ -123,7 +124,7 @@ def make_tiny_idefics3(folder: Path, seed=0, longest_edge=48, architecture="Idef
         pixels, tokenizer, image_seq_len=per_tile, chat_template=tokenizer.chat_template))
 
 
-FAMILIES = {"llava": make_tiny_llava, "idefics3": make_tiny_idefics3}
+FAMILIES = {"llava": make_tiny_llava, "idefics3": make_tiny_idefics3, "qwen2_5_vl": make_tiny_qwen2_5_vl}
 
 
 def make_image(width=40, height=40, seed=0) -> Image.Image:
@@ -137,7 +138,8 @@ class Oracle:
     "transformers' own processor and model, from a folder."
 
     def __init__(self, folder: str):
-        self.processor = AutoProcessor.from_pretrained(folder)
+        is_qwen = config_of(folder)["model_type"] == "qwen2_5_vl"
+        self.processor = (make_processor if is_qwen else AutoProcessor.from_pretrained)(folder)
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
         self.tokenizer = self.processor.tokenizer
 

@@ -58,10 +58,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False, model_max_length=TEXT["max_position_embeddings"])
 
 
-def make_config(text: dict | None = None, vision: dict | None = None, **fields) -> Qwen2_5_VLConfig:
-    "The config, with changes."
+def make_config(text_config: dict | None = None, vision_config: dict | None = None, **fields) -> Qwen2_5_VLConfig:
+    "The config; `fields` replace fields of it, the two dicts parts of its parts."
     return Qwen2_5_VLConfig(
-        text_config=TEXT | (text or {}), vision_config=VISION | (vision or {}), **dict(
+        text_config=TEXT | (text_config or {}), vision_config=VISION | (vision_config or {}), **dict(
             image_token_id=IMAGE_ID, video_token_id=IDS["<|video_pad|>"],
             vision_start_token_id=IDS["<|vision_start|>"], vision_end_token_id=IDS["<|vision_end|>"],
             bos_token_id=IDS["<|endoftext|>"], eos_token_id=IDS["<|im_end|>"]) | fields)
@@ -77,11 +77,14 @@ def make_model(config: Qwen2_5_VLConfig | None = None, seed=0) -> Qwen2_5_VLForC
     return model
 
 
-def make_tiny_qwen2_5_vl(folder: Path, seed=0, **changes) -> str:
-    "A folder that `transformers` and this project load; `changes` are those of `make_config`."
+def make_tiny_qwen2_5_vl(folder: Path, seed=0, **fields) -> str:
+    """Qwen2.5-VL: an image of any size in patches of 4 × 4 pixels, 2 × 2 of them a token: 1 to 48 tokens, more if very long.
+
+    `fields` are those of `make_config`. `AutoProcessor` wants torchvision for videos: `make_processor` does not.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(make_config(**changes), seed).save_pretrained(folder)
+    make_model(make_config(**fields), seed).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": IDS["<|im_end|>"]}))
