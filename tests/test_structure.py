@@ -219,6 +219,7 @@ def test_floors(module):
 # A model that sees images needs later pages; they are imported inside a function, and never for a text model.
 DOORS = {
     ("54_v1_worker.ipynb", "minengine.v1.worker.encoder_runner"),
+    ("56_v1_engine_core.ipynb", "minengine.multimodal.cache"),
 }
 
 

@@ -60,6 +60,7 @@ class EngineCore:
             raise
         self.scheduler = Scheduler(
             vllm_config.scheduler_config, vllm_config.cache_config, log_stats)
+        self.mm_cache = None  # of a front end elsewhere: images it left out
 
     def _initialize_kv_cache(self):
         config, cache = self.vllm_config, self.vllm_config.cache_config
@@ -79,8 +80,16 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest):
         "Queue a request; `ValueError` if its id is alive or it can never run."
+        # First: the sender has booked these images, whatever comes of them.
+        if request.mm_evict is not None: self._complete_images(request)
         check_images(request, self.vllm_config)
         self.scheduler.add_request(Request.from_engine_core_request(request))
+
+    def _complete_images(self, request):
+        if self.mm_cache is None:
+            from minengine.multimodal.cache import MirroredCacheReceiver
+            self.mm_cache = MirroredCacheReceiver()
+        self.mm_cache.fill(request)
 
     def abort_requests(self,
         request_ids: list[str], # finished or unknown ones are skipped
