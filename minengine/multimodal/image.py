@@ -33,12 +33,14 @@ class MediaLimits:
     "How much one picture may cost before the model sees it."
     max_bytes: int = 20 << 20              # of a file, as it is sent
     max_pixels: int = 50_000_000           # width times height, of one image
+    max_request_bytes: int = 100 << 20     # of all files of one request
     max_request_pixels: int = 100_000_000  # of all images of one request
-    timeout_s: float = 10.0                # to fetch one image, all in all
+    timeout_s: float = 10.0                # to fetch a request's images
     max_redirects: int = 5                 # on the way to one image
 
     def __post_init__(self):
-        for name in ("max_bytes", "max_pixels", "max_request_pixels"):
+        for name in ("max_bytes", "max_pixels", "max_request_bytes",
+                     "max_request_pixels"):
             check_int(name, getattr(self, name), 1)
         check_range("timeout_s", self.timeout_s, 0.001)
         check_int("max_redirects", self.max_redirects, 0)
@@ -74,6 +76,8 @@ def _blames_the_file(name: str) -> Iterator[None]:
     "Whatever a decoder raises while it reads a file is the file's fault."
     try: yield
     except MemoryError: raise # that is ours
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{name} is too large: {error}") from error
     except Exception as error:
         why = str(error) or type(error).__name__
         raise ValueError(
@@ -216,14 +220,18 @@ def read_file(
 ) -> bytes:
     "Read a file that is one, and not too long; raises `ValueError`."
     flags |= os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) # a pipe must not block
-    try: handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    try:
+        handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
+        try: return _read_handle(handle, limits, name)
+        finally: os.close(handle)
     except OSError as error: raise ValueError(
         f"{name} cannot be read: {error.strerror or error}") from error
-    with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{name} is not a file")
-        check_num_bytes(found.st_size, limits, name)
+
+def _read_handle(handle: int, limits: MediaLimits, name: str) -> bytes:
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode): raise ValueError(f"{name} is not a file")
+    check_num_bytes(found.st_size, limits, name)
+    with open(handle, "rb", closefd=False) as file:
         data = file.read(limits.max_bytes + 1) # it may grow meanwhile
     check_num_bytes(len(data), limits, name)
     return data
