@@ -83,7 +83,7 @@ def make_tiny_llava(folder: Path, seed=0, **fields) -> str:
     from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
     tokenizer = make_tokenizer("<image>", add_bos=True)
-    text = text_fields(tokenizer, model_type="llama", **fields.pop("text_config", {}))
+    text = text_fields(tokenizer, **dict(model_type="llama") | fields.pop("text_config", {}))
     vision = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=40, num_hidden_layers=3,
                   num_attention_heads=2, image_size=30, patch_size=6, projection_dim=16) | fields.pop("vision_config", {})
     fields = dict(image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=25,
@@ -109,7 +109,7 @@ def make_tiny_idefics3(folder: Path, seed=0, longest_edge=48, architecture="Idef
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     marks = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *ROWS_COLS]
     tokenizer = make_tokenizer("<image>", marks)
-    text = text_fields(tokenizer, model_type="llama", tie_word_embeddings=True, **fields.pop("text_config", {}))
+    text = text_fields(tokenizer, **dict(model_type="llama", tie_word_embeddings=True) | fields.pop("text_config", {}))
     vision = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2, image_size=24,
                   patch_size=6) | fields.pop("vision_config", {})
     fields = dict(image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2, tie_word_embeddings=True,
