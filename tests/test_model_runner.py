@@ -153,7 +153,7 @@ def test_tokens_that_are_missing_between_are_an_error():
     assert state.output_token_ids == [9] and state.block_ids == [0, 4]
 
 
-def test_images_and_drafts_are_refused_by_name():
+def test_images_are_refused_by_name():
     engine = Engine()
     engine.add("a", [1, 2])
     step = engine.scheduler.schedule()

@@ -4,7 +4,9 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGITS', 'ragged_positions', 'logits_rows', 'make_request_state', 'apply_delta', 'update_batch', 'StepBuffers',
-           'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'demanding_metadata', 'ModelRunner']
+           'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'begin_scores', 'last_of_each',
+           'drafts_and_rows', 'demanding_metadata', 'profile_sampling', 'max_logits_rows', 'make_kv_caches',
+           'ModelRunner']
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #export-imports
 from dataclasses import replace
@@ -17,6 +19,7 @@ from torch import Tensor
 from ...attention.kv_cache import make_kv_cache
 from ...attention.metadata import AttentionMetadata
 from ...attention.metadata import set_forward_context
+from ...config import ModelConfig
 from ...config import VllmConfig
 from ...config import cdiv
 from ...logits import compute_logprobs
@@ -32,6 +35,7 @@ from ..messages import LogprobsLists
 from ..messages import ModelRunnerOutput
 from ..sampler import Sampler
 from ..sampler import logprobs_to_lists
+from ..spec_decode.rejection_sampler import RejectionSampler
 from .block_table import CpuGpuBuffer
 from .block_table import compute_slot_mapping
 from .input_batch import CachedRequestState
@@ -178,15 +182,26 @@ class StepBuffers:
             max_query_len=int(counts.max()), max_seq_len=int(seq_lens.max()),
             query_start_loc_cpu=starts.tolist(), seq_lens_cpu=seq_lens.tolist())
 
+    def model_inputs(self,
+        size: int, # tokens, padding included
+    ) -> tuple[Tensor, Tensor]: # input ids and positions, on the device
+        "What the model reads of the step that was filled in."
+        return self.input_ids.commit(size), self.positions.commit(size)
+
 # %% ../../../nbs/51_v1_model_runner.ipynb #keep-sampled
 def keep_sampled(
     batch: InputBatch,
     complete: np.ndarray,        # [num_reqs] bool, all is computed
-    token_ids: list[list[int]],  # by row, the sampled token
+    token_ids: list[list[int]],  # by row, the sampled ones
 ) -> list[list[int]]:            # by row, what counts; nothing for the others
     "Write the new tokens behind their rows; unfinished prompts have none."
     rows, tokens = np.flatnonzero(complete), batch.tokens
     row_list = rows.tolist()
+    if max(map(len, token_ids)) > 1:   # drafts were kept
+        for row in row_list:
+            tokens.append(row, token_ids[row])
+            batch.output_token_ids[row].extend(token_ids[row])
+        return [ids if done else [] for ids, done in zip(token_ids, complete)]
     new = [token_ids[row][0] for row in row_list]
     ends = tokens.num_tokens_no_spec[rows]
     tokens.token_ids[rows, ends] = new
@@ -275,6 +290,39 @@ def score_prompts(
             done[req_id] = unfinished.pop(req_id).tolists()
     return done
 
+# %% ../../../nbs/51_v1_model_runner.ipynb #begin-scores
+def begin_scores(
+    unfinished: dict[str, PromptLogprobs], # by request id, changed
+    output: SchedulerOutput,
+):
+    "Drop finished requests, add new ones that want their prompt scored."
+    for req_id in output.finished_req_ids: unfinished.pop(req_id, None)
+    for data in output.scheduled_new_reqs:
+        k = data.sampling_params.prompt_logprobs
+        if k is None: continue
+        unfinished[data.req_id] = PromptLogprobs(data.prompt_token_ids, k)
+
+# %% ../../../nbs/51_v1_model_runner.ipynb #last-of-each
+def last_of_each(
+    hidden: Tensor,              # [num_tokens, hidden_size]
+    metadata: AttentionMetadata,
+) -> Tensor:                     # [num_reqs, hidden_size]
+    "The hidden state of each row's last token."
+    if metadata.num_tokens == metadata.num_seqs: return hidden
+    return hidden[metadata.query_start_loc[1:].long() - 1]
+
+# %% ../../../nbs/51_v1_model_runner.ipynb #drafts-and-rows
+def drafts_and_rows(
+    batch: InputBatch,
+    metadata: AttentionMetadata,
+    scheduled_drafts: dict[str, list[int]], # by request id
+) -> tuple[list[list[int]], Tensor]: # by row; rows of hidden states, int64
+    "The drafts of each row, and where its logits come from."
+    drafts = [scheduled_drafts.get(req_id, []) for req_id in batch.req_ids]
+    counts = np.diff(metadata.query_start_loc_cpu)
+    num_drafts = np.array([len(d) for d in drafts])
+    return drafts, torch.from_numpy(logits_rows(counts, num_drafts))
+
 # %% ../../../nbs/51_v1_model_runner.ipynb #demanding-metadata
 def demanding_metadata(
     num_rows: int,
@@ -290,6 +338,37 @@ def demanding_metadata(
     metadata.max_num_logprobs = num_logprobs
     return metadata
 
+# %% ../../../nbs/51_v1_model_runner.ipynb #profile-sampling
+def profile_sampling(
+    logits: Tensor,      # [rows, vocab], as many as there can be
+    config: ModelConfig, # of the engine
+):
+    "Sample once as demandingly as possible, for the memory it takes."
+    Sampler(config.logprobs_mode)(logits, demanding_metadata(
+        *logits.shape, config.max_logprobs, logits.device))
+
+# %% ../../../nbs/51_v1_model_runner.ipynb #max-logits-rows
+def max_logits_rows(
+    vllm_config: VllmConfig,
+) -> int: # rows
+    "The most rows of logits that a step can sample from."
+    spec = vllm_config.speculative_config
+    per_request = 1 + (spec.num_speculative_tokens if spec else 0)
+    return vllm_config.scheduler_config.max_num_seqs * per_request
+
+# %% ../../../nbs/51_v1_model_runner.ipynb #make-kv-caches
+def make_kv_caches(
+    config: ModelConfig, # layers, KV heads, and their size
+    num_blocks: int,     # blocks of the pool
+    block_size: int,     # tokens per block
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[Tensor]:       # by layer
+    "Make each layer's pool."
+    return [make_kv_cache(num_blocks, block_size, config.num_kv_heads,
+                          config.head_dim, dtype, device)
+            for _ in range(config.num_layers)]
+
 # %% ../../../nbs/51_v1_model_runner.ipynb #model-runner
 class ModelRunner:
     "Executes scheduler outputs: persistent batch, model, sampler."
@@ -300,6 +379,7 @@ class ModelRunner:
         run_model: Callable | None = None, # (input_ids, positions) -> hidden
         num_input_tokens: Callable[[int], int] | None = None, # to pad to
         images: Any = None,                # an `EncoderRunner`; None: text only
+        proposer: Any = None,              # makes drafts; None: no drafts
     ):
         self.vllm_config, self.model = vllm_config, model
         self.run_model, self.images = run_model or model, images
@@ -310,6 +390,7 @@ class ModelRunner:
         # The engine's own generator: the user's global one is left alone.
         generator = torch.Generator(self.device).manual_seed(config.seed)
         self.sampler = Sampler(config.logprobs_mode, generator)
+        self.verifier, self.proposer = RejectionSampler(self.sampler), proposer
         self.max_logits_rows = max(1, MAX_LOGITS // config.vocab_size)
         self.requests: dict[str, CachedRequestState] = {}     # all alive
         self.prompt_logprobs: dict[str, PromptLogprobs] = {}  # not complete
@@ -323,10 +404,8 @@ class ModelRunner:
         limits = self.vllm_config.scheduler_config
         block_size = self.vllm_config.cache_config.block_size
         max_len, dtype = config.max_model_len, model_dtype(self.vllm_config)
-        self.kv_caches = [
-            make_kv_cache(num_blocks, block_size, config.num_kv_heads,
-                          config.head_dim, dtype, self.device)
-            for _ in range(config.num_layers)]
+        self.kv_caches = make_kv_caches(
+            config, num_blocks, block_size, dtype, self.device)
         self.batch = InputBatch(
             limits.max_num_seqs, max_len, cdiv(max_len, block_size),
             self.device, config.vocab_size)
@@ -334,6 +413,7 @@ class ModelRunner:
         self.buffers = StepBuffers(
             max(most, self.num_input_tokens(most)), limits.max_num_seqs,
             block_size, self.device)
+        if self.proposer: self.proposer.initialize_kv_cache(num_blocks)
 
     @torch.inference_mode()
     def execute_model(self,
@@ -350,23 +430,20 @@ class ModelRunner:
         prompt_logprobs = self.prompt_logprobs and score_prompts(
             self.prompt_logprobs, batch, metadata, hidden,
             self.model.compute_logits, self.max_logits_rows)
-        token_ids, logprobs = self._sample(hidden, metadata)
+        token_ids, logprobs = self._sample(
+            hidden, metadata, output.scheduled_spec_decode_tokens)
+        drafts = self.proposer and self.proposer.propose(
+            batch, self.requests, self.buffers.seq_lens.np[:batch.num_reqs])
         # Copies: the batch's own lists change with the next step.
         return ModelRunnerOutput(
             list(batch.req_ids), dict(batch.req_id_to_index), token_ids,
-            logprobs=logprobs, prompt_logprobs_dict=prompt_logprobs or {})
+            drafts, logprobs, prompt_logprobs or {})
 
     def _update_states(self, output):
-        if output.scheduled_spec_decode_tokens:
-            raise NotImplementedError("no drafts in this runner")
         if output.scheduled_encoder_inputs and self.images is None:
             raise NotImplementedError("no images in this runner")
-        scores = self.prompt_logprobs
-        for req_id in output.finished_req_ids: scores.pop(req_id, None)
-        for data in output.scheduled_new_reqs:
-            k = data.sampling_params.prompt_logprobs
-            if k is None: continue
-            scores[data.req_id] = PromptLogprobs(data.prompt_token_ids, k)
+        begin_scores(self.prompt_logprobs, output)
+        if self.proposer: self.proposer.update(output)
         update_batch(self.batch, self.requests, output, self.device)
         if self.images: self.images.update(self.requests, output)
 
@@ -375,28 +452,37 @@ class ModelRunner:
     ) -> Tensor:                     # [num_tokens, hidden_size]
         "Run the model on the buffers; a padded tail goes in, and is cut off."
         size = self.num_input_tokens(metadata.num_tokens)
-        inputs = (self.buffers.input_ids.commit(size),
-                  self.buffers.positions.commit(size))
+        inputs = self.buffers.model_inputs(size)
         if self.images: inputs = self.images.model_inputs(
             *inputs, self.batch, self.requests, metadata)
         with set_forward_context(metadata, self.kv_caches, self.backend):
             return self.run_model(*inputs)[:metadata.num_tokens]
 
-    def _sample(self, hidden, metadata):
+    def _sample(self, hidden, metadata, scheduled_drafts):
         n, tokens = self.batch.num_reqs, self.batch.tokens
         complete = self.buffers.seq_lens.np[:n] >= tokens.num_tokens_no_spec[:n]
         if not complete.any():
             # The next step overwrites host buffers that a GPU may yet copy.
             if self.device.type == "cuda": torch.cuda.synchronize()
             return [[] for _ in range(n)], None
-        if metadata.num_tokens > n:   # the last token of each row
-            hidden = hidden[metadata.query_start_loc[1:].long() - 1]
-        metadata = hide_generators(self.batch.sampling_metadata(), complete)
-        sampled = self.sampler(self.model.compute_logits(hidden), metadata)
-        token_ids = sampled.sampled_token_ids.tolist()   # waits for the device
-        tensors = sampled.logprobs_tensors
+        if scheduled_drafts:
+            token_ids, tensors = self._verify(
+                hidden, metadata, scheduled_drafts, complete)
+        else:
+            logits = self.model.compute_logits(last_of_each(hidden, metadata))
+            token_ids, tensors = self.sampler(logits, hide_generators(
+                self.batch.sampling_metadata(), complete))
+            token_ids = token_ids.tolist()   # waits for the device
         logprobs = None if tensors is None else logprobs_to_lists(tensors)
         return keep_sampled(self.batch, complete, token_ids), logprobs
+
+    def _verify(self, hidden, metadata, scheduled_drafts, complete):
+        batch, proposer = self.batch, self.proposer
+        drafts, rows = drafts_and_rows(batch, metadata, scheduled_drafts)
+        logits = self.model.compute_logits(hidden[rows.to(self.device)])
+        probs = proposer and proposer.draft_probs(batch.req_ids, drafts)
+        return self.verifier(logits, batch.sampling_metadata(), drafts,
+                             probs, complete.tolist())
 
     @torch.inference_mode()
     def profile_run(self):
@@ -409,7 +495,7 @@ class ModelRunner:
         if self.images: inputs = self.images.profile_inputs(*inputs)
         with set_forward_context(None, [], self.backend):
             hidden = self.run_model(*inputs)
-        logits = self.model.compute_logits(hidden[:limits.max_num_seqs])
-        # A sampler of its own: the engine's generator stays where it is.
-        Sampler(config.logprobs_mode)(logits, demanding_metadata(
-            *logits.shape, config.max_logprobs, self.device))
+        rows = max_logits_rows(self.vllm_config)
+        logits = self.model.compute_logits(hidden[:rows])
+        profile_sampling(logits, config)
+        if self.proposer: self.proposer.profile_run()
