@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minengine.tokenizer import (
     MAX_BYTE_RUN, REPLACEMENT, ByteTokenizer, IncrementalDetokenizer, apply_chat_template,
-    check_stop_strings, decode_token, get_tokenizer)
+    check_stop_strings, decode_token, find_content_forms, get_tokenizer)
 
 SPECIALS = ["<s>", "</s>", "<|end of turn|>"]
 WORDS = ["▁", "▁Hello", "▁world", "llo", ".", "▁It", "a", "▁a", "中", "😀", "é", "\ufffd", "▁▁", "\n", "s"]
@@ -395,6 +395,37 @@ def test_chat_template_errors():
                       ([{"role": "user", "content": [{"type": "image"}]}], "image"),
                       ([{"role": "user", "content": ["Hi"]}], "str")]:
         with pytest.raises(ValueError, match=word): apply_chat_template(ByteTokenizer(), bad)
+
+
+# As the makers of models that see pictures write them, each in its own way.
+WALKS = ("{% for m in messages %}{{ m['role'] }}:{% for line in m['content'] %}{% if line['type'] == 'text' %}"
+         "{{ line['text'] }}{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}|{% endfor %}")
+IMAGES_FIRST = ("{% for m in messages %}{{ m['role'] }}:{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}"
+                "<image>{% endfor %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}"
+                "{% endfor %}|{% endfor %}")
+BOTH = ("{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for c in m['content'] %}{% if 'image' in c or c.type == 'image' %}<image>{% elif 'text' in c %}{{ c.text }}"
+        "{% endif %}{% endfor %}{% endif %}|{% endfor %}")
+TEXT = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
+STRIPS = "{% for m in messages %}{{ m['role'] + ':' + m['content'].strip() + '|' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template,forms,pictured", [
+    (WALKS, (False, True), "user:a<image>b|assistant:c|user:de|"), (BOTH, (True, True), "user:a<image>b|assistant:c|user:d\ne|"),
+    (IMAGES_FIRST, (False, True), "user:<image>ab|assistant:c|user:de|"), (TEXT, (True, False), None),
+    (STRIPS, (True, False), None)])
+def test_chat_templates_get_what_they_read(template, forms, pictured):
+    tokenizer, text = ByteTokenizer(), lambda t: {"type": "text", "text": t}
+    assert find_content_forms(tokenizer, template) == forms
+    turns = [{"role": "user", "content": [text("a"), {"type": "image"}, text("b")]},
+             {"role": "assistant", "content": "c"}, {"role": "user", "content": [text("d"), text("e")]}]
+    if pictured is None:
+        with pytest.raises(ValueError, match="no place for images"):
+            apply_chat_template(tokenizer, turns, chat_template=template)
+    else: assert tokenizer.decode(apply_chat_template(tokenizer, turns, chat_template=template)) == pictured
+    ids = apply_chat_template(tokenizer, turns[1:], chat_template=template)
+    assert tokenizer.decode(ids) in ("assistant:c|user:de|", "assistant:c|user:d\ne|")
+    assert turns[2]["content"] == [text("d"), text("e")], "the caller's messages have changed"
 
 
 # Loading --------------------------------------------------------------------
