@@ -92,7 +92,9 @@ def test_truncate_keeps_the_end():
     ({}, "must hold 'prompt' or 'prompt_token_ids'"), ({"prompt": None}, "must hold"),
     ({"prompt": 7}, "prompt must be a string, got 7"),
     ({"text": "a"}, "has the key 'text'"),
-    ({"prompt": "a", "multi_modal_data": {}}, "has the key 'multi_modal_data'"),
+    ({"prompt": "a", "multi_modal_data": {"image": "x.png"}}, "has multi_modal_data .image., but the model takes text only"),
+    ({"prompt": "a", "multi_modal_data": 7}, "multi_modal_data must be a dict, got a int"),
+    ({"prompt": "a", "images": []}, "has the key 'images'"),
     ("\ud800", "not valid text"),
 ])
 def test_bad_prompts(prompt, message): refuses(message, prompt)

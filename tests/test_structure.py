@@ -220,6 +220,11 @@ def test_floors(module):
 DOORS = {
     ("54_v1_worker.ipynb", "minengine.v1.worker.encoder_runner"),
     ("56_v1_engine_core.ipynb", "minengine.multimodal.cache"),
+    ("57d_v1_mp_client.ipynb", "minengine.multimodal.cache"),
+    ("57e_v1_async_mp_client.ipynb", "minengine.multimodal.cache"),
+    ("59_v1_processor.ipynb", "minengine.multimodal.cache"),
+    ("59_v1_processor.ipynb", "minengine.multimodal.media"),
+    ("59_v1_processor.ipynb", "minengine.multimodal.processor"),
 }
 
 
