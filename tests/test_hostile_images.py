@@ -20,7 +20,7 @@ from PIL import Image
 from minengine.multimodal import image as image_module
 from minengine.multimodal import media
 from minengine.multimodal.image import MediaLimits, image_hash, load_image
-from minengine.multimodal.media import MAX_FETCHES, MediaConnector, is_public
+from minengine.multimodal.media import MAX_FETCHES, MediaConnector, MediaError, is_public
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")   # Pillow comments on what it then refuses
 
@@ -542,6 +542,14 @@ def test_several_at_once(pictures):
             await connector.load_all_async([url + "/silent", url + "/gone", url + "/ok.png"])
         assert time.monotonic() - start_s < 3
     asyncio.run(main())
+
+
+def test_errors_say_which_image(pictures):
+    url = f"http://pictures.test:{pictures.port}"
+    for bad in (url + "/gone", data_url(b"%PDF"), data_url(PNG[:300]), "data:image/png;base64,&", "ftp://x/"):
+        with pytest.raises(MediaError) as caught:
+            asyncio.run(connect_to("*").load_all_async([data_url(PNG), url + "/ok.png", bad, url + "/chunks.png"]))
+        assert caught.value.url == bad
 
 
 def test_one_request_has_limits_of_its_own():

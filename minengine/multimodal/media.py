@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ANY_HOST', 'MEDIA_KINDS', 'MAX_FETCHES', 'MAX_FETCHES_EACH', 'MAX_DECODES', 'is_public', 'resolve_public', 'HttpUrl',
-           'read_domains', 'seconds_left', 'TimedSocket', 'connect', 'read_answer', 'is_data', 'name_of', 'fetch_file',
-           'ask', 'make_ssl_context', 'check_domain', 'fetch_http', 'check_request_bytes', 'decode_all', 'run_all',
-           'MediaConnector']
+           'read_domains', 'seconds_left', 'TimedSocket', 'connect', 'read_answer', 'is_data', 'name_of', 'MediaError',
+           'fetch_file', 'ask', 'make_ssl_context', 'check_domain', 'fetch_http', 'check_request_bytes', 'decode_all',
+           'run_all', 'MediaConnector']
 
 # %% ../../nbs/70h_media.ipynb #export-imports
 import asyncio
@@ -249,6 +249,23 @@ def name_of(
     if is_data(url): return "image in a data URL"
     return f"image {shorten(url)}"
 
+# %% ../../nbs/70h_media.ipynb #media-error
+class MediaError(ValueError):
+    "An image that cannot be had, and the URL that it has been named by."
+
+    def __init__(self,
+        message: str,
+        url: str, # as it was given
+    ):
+        super().__init__(message)
+        self.url = url
+
+@contextmanager
+def _about(url: str):
+    "Say which of several images an error is about."
+    try: yield
+    except ValueError as error: raise MediaError(str(error), url) from error
+
 # %% ../../nbs/70h_media.ipynb #fetch-file
 def fetch_file(
     url: str,          # file:///…
@@ -346,13 +363,16 @@ def decode_all(
     limits: MediaLimits,
 ) -> dict[str, Image.Image]: # by URL; RGB, as from `load_image`
     "Read all headers, then pixels: what is too much is known before."
-    opened = {url: open_image(data, limits, name_of(url))
-              for url, data in files.items()}
+    opened, decoded = {}, {}
+    for url, data in files.items():
+        with _about(url): opened[url] = open_image(data, limits, name_of(url))
     num_pixels = sum(i.width * i.height for i in opened.values())
     if num_pixels > limits.max_request_pixels: raise ValueError(
         f"the {len(files)} images of the request have {num_pixels:,} pixels, "
         f"and max_request_pixels is {limits.max_request_pixels:,}")
-    return {url: to_rgb(image, name_of(url)) for url, image in opened.items()}
+    for url, image in opened.items():
+        with _about(url): decoded[url] = to_rgb(image, name_of(url))
+    return decoded
 
 # %% ../../nbs/70h_media.ipynb #run-all
 async def run_all(
@@ -423,17 +443,19 @@ class MediaConnector:
     async def load_all_async(self,
         urls: list[str], # of one request; one that is there twice is got once
     ) -> list[Image.Image]: # RGB, one for each
-        "Get a request's images side by side; raises `ValueError`."
+        "Get a request's images side by side; `MediaError` says which fails."
         loop, deadline_s = asyncio.get_running_loop(), self._deadline_s()
         gate = asyncio.Semaphore(MAX_FETCHES_EACH)
         files = dict.fromkeys(urls, b"")
         async def get(url):
-            async with gate: files[url] = await loop.run_in_executor(
-                self._fetchers, self.fetch, url, deadline_s)
+            async with gate:
+                with _about(url): files[url] = await loop.run_in_executor(
+                    self._fetchers, self.fetch, url, deadline_s)
             check_request_bytes(files, self.limits)
         await run_all([get(url) for url in files if not is_data(url)])
         def finish(): # data: URLs need no network, but time
-            for url in filter(is_data, files): files[url] = self.fetch(url)
+            for url in filter(is_data, files):
+                with _about(url): files[url] = self.fetch(url)
             check_request_bytes(files, self.limits)
             return decode_all(files, self.limits)
         images = await loop.run_in_executor(self._decoders, finish)
