@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LogprobsOnePosition', 'SampleLogprobs', 'PromptLogprobs', 'Logprob', 'CompletionOutput', 'RequestMetrics',
-           'RequestOutput', 'EngineDeadError']
+           'RequestOutput', 'SpecDecodingStats', 'EngineDeadError']
 
 # %% ../nbs/03_outputs.ipynb #export-imports
 from dataclasses import dataclass
+from dataclasses import field
 
 # %% ../nbs/03_outputs.ipynb #logprob
 @dataclass(slots=True)
@@ -62,6 +63,50 @@ class RequestOutput:
     finished: bool                       # all of them have ended
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None # prompt tokens found in the cache
+
+# %% ../nbs/03_outputs.ipynb #spec-decoding-stats
+@dataclass
+class SpecDecodingStats:
+    "What became of drafts, since the counts were last taken."
+    num_drafts: int = 0           # times that drafts were checked
+    num_draft_tokens: int = 0     # drafts that were checked
+    num_accepted_tokens: int = 0  # of these, kept
+    num_accepted_tokens_per_pos: list[int] = field(
+        default_factory=list)     # kept as first draft, as second, …
+
+    def observe(self,
+        num_draft_tokens: int,    # drafts of one request in one step
+        num_accepted_tokens: int, # of these, kept
+    ):
+        "Count one request's drafts."
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos += [0] * (num_draft_tokens - len(per_pos))
+        for i in range(num_accepted_tokens): per_pos[i] += 1
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+
+    def add(self, other: "SpecDecodingStats"):
+        "Add another report to this one."
+        mine, theirs = (s.num_accepted_tokens_per_pos for s in (self, other))
+        mine += [0] * (len(theirs) - len(mine))
+        for i, n in enumerate(theirs): mine[i] += n
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+
+    @property
+    def acceptance_rate(self) -> float: # share of drafts that were kept
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
+
+    @property
+    def num_emitted_tokens(self) -> int: # kept drafts, and one more each time
+        return self.num_accepted_tokens + self.num_drafts
+
+    @property
+    def system_efficiency(self) -> float: # 1: every draft was right
+        most = self.num_draft_tokens + self.num_drafts
+        return self.num_emitted_tokens / max(most, 1)
 
 # %% ../nbs/03_outputs.ipynb #engine-dead-error
 class EngineDeadError(RuntimeError):

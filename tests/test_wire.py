@@ -14,6 +14,7 @@ import zmq
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
+from minengine.outputs import SpecDecodingStats
 from minengine.sampling_params import RequestOutputKind, SamplingParams
 from minengine.v1 import messages as M
 from minengine.v1.engine import packing as P, wire as W
@@ -68,7 +69,8 @@ params = st.builds(
     ignore_eos=flag, max_tokens=maybe(st.integers(5, 99)), min_tokens=st.integers(0, 5),
     logprobs=maybe(st.integers(0, 5)), prompt_logprobs=maybe(st.integers(0, 5)), detokenize=st.just(True),
     skip_special_tokens=flag, spaces_between_special_tokens=flag, include_stop_str_in_output=flag,
-    truncate_prompt_tokens=maybe(st.integers(1, 99)), output_kind=st.sampled_from(RequestOutputKind),
+    truncate_prompt_tokens=maybe(st.integers(1, 99)), num_speculative_tokens=maybe(st.integers(0, 9)),
+    output_kind=st.sampled_from(RequestOutputKind),
     logits_processors=st.none(), guided_decoding=maybe(st.dictionaries(text, text, max_size=2)),
     logit_bias=maybe(st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3)),
     allowed_token_ids=maybe(st.lists(st.integers(0, 99), min_size=1, max_size=3)),
@@ -85,7 +87,8 @@ output = st.builds(
     M.EngineCoreOutput, text, ids, maybe(logprobs), maybe(logprobs), maybe(st.sampled_from(M.FinishReason)),
     maybe(st.integers(0, 2**32) | text), maybe(st.lists(events, max_size=3)), st.integers(0, 2**20))
 count = st.integers(0, 2**40)
-stats = st.builds(M.SchedulerStats, count, count, st.floats(0, 1), count, count, count)
+drafts = st.builds(SpecDecodingStats, count, count, count, st.lists(count, max_size=3))
+stats = st.builds(M.SchedulerStats, count, count, st.floats(0, 1), count, count, count, maybe(drafts))
 outputs = st.builds(M.EngineCoreOutputs, st.lists(output, max_size=3), maybe(stats), floats)
 kinds = {
     FrameType.ADD: requests,
@@ -124,7 +127,7 @@ def test_no_field_is_left_out_here():
     assert len(M.EngineCoreRequest.__struct_fields__) == 13
     assert len(M.EngineCoreOutput.__struct_fields__) == 8
     assert len(M.EngineCoreOutputs.__struct_fields__) == 3
-    assert len(M.SchedulerStats.__struct_fields__) == 6
+    assert len(M.SchedulerStats.__struct_fields__) == 7
     assert set(kinds) == set(FrameType) == set(W._TYPES)
 
 

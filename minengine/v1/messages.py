@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..outputs import SpecDecodingStats
 from ..sampling_params import SamplingParams
 
 # %% ../../nbs/40_v1_messages.ipynb #finish-reason
@@ -125,6 +126,7 @@ class SchedulerStats(
     prefix_cache_queries: int = 0    # blocks looked up
     prefix_cache_hits: int = 0       # of these, found
     num_preempted_reqs: int = 0      # preemptions, recomputed later
+    spec_decoding_stats: SpecDecodingStats | None = None  # None: no drafts
 
 # %% ../../nbs/40_v1_messages.ipynb #engine-core-outputs
 class EngineCoreOutputs(

@@ -119,13 +119,15 @@ def num_blocks_to_take(
     num_preallocate: int, # wanted on top, so as not to come back soon
     num_free: int,        # in the pool
     room: int,            # blocks until the request's table is full
+    num_ahead: int = 0,   # wanted for drafts, those that are needed included
 ) -> int | None:          # None: fewer are free than needed
     "Decide how many blocks to take; past the table raises `ValueError`."
     if num_needed > room: raise ValueError(
         f"{num_needed} blocks more, max_model_len leaves room for {room}")
     if num_needed > num_free: return None
-    if num_needed <= 0: return 0
-    return min(num_needed + num_preallocate, num_free, room)
+    if num_needed <= 0: num_preallocate = num_needed = 0
+    return max(0, min(max(num_needed + num_preallocate, num_ahead),
+                      num_free, room))
 
 # %% ../../../nbs/44_v1_kv_cache_manager.ipynb #common-prefix
 def count_common_prefix(
@@ -214,13 +216,13 @@ class KVCacheManager:
         max_model_len: int,          # tokens of the longest request
         enable_caching: bool = True, # share blocks of equal prefixes
         num_preallocate_tokens: int = 64, # taken ahead with each new block
+        num_lookahead_tokens: int = 0, # slots past a step, for a draft model
     ):
         self.block_size, self.enable_caching = block_size, enable_caching
-        self.num_gpu_blocks = num_gpu_blocks
-        self.pool = BlockPool(num_gpu_blocks)
+        self.num_gpu_blocks, self.num_ahead = num_gpu_blocks, num_lookahead_tokens
+        self.pool, self.stats = BlockPool(num_gpu_blocks), PrefixCacheStats()
         self.max_num_blocks_per_req = cdiv(max_model_len, block_size)
         self.num_preallocate_blocks = cdiv(num_preallocate_tokens, block_size)
-        self.stats = PrefixCacheStats()
         # By request id. Hashes outlive a preemption, the rest does not.
         self.req_to_block_hashes: dict[str, list[bytes]] = {}
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
@@ -275,7 +277,8 @@ class KVCacheManager:
         num_blocks = num_blocks_to_take(
             cdiv(end, self.block_size) - num_held, self.num_preallocate_blocks,
             self.pool.num_free_besides(hits),
-            self.max_num_blocks_per_req - num_held)
+            self.max_num_blocks_per_req - num_held,
+            cdiv(end + self.num_ahead, self.block_size) - num_held)
         if num_blocks is None: return None
         self.pool.share(hits)   # first: a hit may be next to be overwritten
         new = self.pool.take(num_blocks)
@@ -287,7 +290,7 @@ class KVCacheManager:
         "Make full blocks findable; note at which length to look again."
         req_id = request.request_id
         blocks = self.req_to_blocks[req_id]
-        work_at = len(blocks) * self.block_size + 1   # too long for the table
+        work_at = len(blocks) * self.block_size + 1 - self.num_ahead # no room
         if self.enable_caching:
             start = self.num_cached_block.get(req_id, 0)
             num_full = max(start, num_tokens // self.block_size)
@@ -302,8 +305,8 @@ class KVCacheManager:
         blocks = self.req_to_blocks.pop(request.request_id, [])
         # The end of a chain is of least use to others: overwritten first.
         self.pool.give_back(reversed(blocks) if self.enable_caching else blocks)
-        self.num_cached_block.pop(request.request_id, None)
-        self._next_work_at.pop(request.request_id, None)
+        for by_id in (self.num_cached_block, self._next_work_at):
+            by_id.pop(request.request_id, None)
 
     def free_block_hashes(self, request: Request):
         "Forget the chain of hashes of a request that has ended."
@@ -316,11 +319,10 @@ class KVCacheManager:
         self.stats.reset = True
         return True
 
-    def get_num_common_prefix_blocks(self, request: Request,
-                                     num_running: int) -> int:
+    def get_num_common_prefix_blocks(self, request: Request, num_running: int):
         "Count the leading blocks that all running requests hold."
-        return count_common_prefix(self.req_to_blocks[request.request_id],
-                                   num_running)
+        blocks = self.req_to_blocks[request.request_id]
+        return count_common_prefix(blocks, num_running)
 
     def take_stats(self) -> PrefixCacheStats:
         "Hand out the counts since the last call, and start again."

@@ -15,6 +15,7 @@ from typing import Iterable
 
 from ...config import CacheConfig
 from ...config import SchedulerConfig
+from ...outputs import SpecDecodingStats
 from .encoder_cache_manager import EncoderCacheManager
 from .encoder_cache_manager import choose_encoder_inputs
 from .free_block_queue import KVCacheBlock
@@ -154,7 +155,8 @@ def logprob_starts(
     num_logprob_rows: int,              # rows of logprobs, of all of them
 ) -> list[int]:                         # where each batch row's begin
     "Find a request's logprobs where some requests have several tokens."
-    if num_logprob_rows == len(sampled_token_ids):
+    num_rows, most = len(sampled_token_ids), max(map(len, sampled_token_ids))
+    if num_logprob_rows == num_rows and most < 2:
         return list(range(num_logprob_rows))
     return list(accumulate(map(len, sampled_token_ids), initial=0))
 
@@ -173,6 +175,7 @@ def credit_step(
     result: ModelRunnerOutput, # what came out
     encoder_cache_manager: EncoderCacheManager,
     max_model_len: int,
+    spec_stats: SpecDecodingStats | None = None, # counts drafts; None: nobody
 ) -> list[EngineCoreOutput]:   # in the order of `running`
     "Credit a step's tokens to its requests; some are finished afterwards."
     counts = order.num_scheduled_tokens
@@ -190,6 +193,8 @@ def credit_step(
         if req_id in drafts:   # what was rejected is not computed
             num_rejected = len(drafts[req_id]) + 1 - len(token_ids)
             request.num_computed_tokens -= num_rejected
+            if spec_stats is not None:
+                spec_stats.observe(len(drafts[req_id]), len(token_ids) - 1)
         if request.mm_positions:
             free_computed_images(request, encoder_cache_manager)
         next_drafts = result.spec_token_ids
@@ -241,7 +246,8 @@ class RequestQueues:
         self.kv_cache_manager = KVCacheManager(
             cache_config.block_size, cache_config.num_gpu_blocks,
             self.max_model_len, cache_config.enable_prefix_caching,
-            cache_config.num_preallocate_tokens)
+            cache_config.num_preallocate_tokens,
+            scheduler_config.num_lookahead_slots)
         self.encoder_cache_manager = EncoderCacheManager(
             scheduler_config.encoder_cache_size)
         self.requests: dict[str, Request] = {}  # unfinished, by id
@@ -249,6 +255,7 @@ class RequestQueues:
         self.running: list[Request] = []        # the tail is preempted first
         self.finished_req_ids: set[str] = set() # to tell the workers
         self.num_preempted = 0                  # since the last statistics
+        self.spec_stats = SpecDecodingStats()   # likewise
         self._given_up: list[EngineCoreOutput] = []  # to tell the front end
 
     def add_request(self, request: Request):
@@ -438,7 +445,7 @@ class Scheduler(RequestQueues):
         if scheduler_output.num_scheduled_tokens:
             outputs += credit_step(
                 self.running, scheduler_output, model_runner_output,
-                self.encoder_cache_manager, self.max_model_len)
+                self.encoder_cache_manager, self.max_model_len, self.spec_stats)
         finished = [request for request in self.running
                     if request.status is not RequestStatus.RUNNING]
         for request in finished: self._forget(request)
@@ -450,6 +457,8 @@ class Scheduler(RequestQueues):
         if not self.log_stats: return None
         stats = self.kv_cache_manager.take_stats()
         num_preempted, self.num_preempted = self.num_preempted, 0
+        drafts, self.spec_stats = self.spec_stats, SpecDecodingStats()
         return SchedulerStats(
             len(self.running), len(self.waiting), self.kv_cache_manager.usage,
-            stats.queries, stats.hits, num_preempted)
+            stats.queries, stats.hits, num_preempted,
+            drafts if drafts.num_drafts else None)
