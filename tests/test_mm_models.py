@@ -446,13 +446,17 @@ def later_llava(name):
 def latest_llava(name): return later_llava(name).replace("vision_tower.vision_model.", "vision_tower.")
 
 
-def base_idefics3(name):
+def base_llava(name):
     "A model without its head, saved alone."
-    return name.removeprefix("model.")
+    return latest_llava(name).removeprefix("model.")
+
+
+def base_idefics3(name): return name.removeprefix("model.")
 
 
 @pytest.mark.parametrize("name, change", [
     ("llava", hub_llava), ("llava", later_llava), ("llava", latest_llava), ("llava, tied Qwen2", later_llava),
+    ("llava, tied Qwen2", base_llava),
     ("idefics3", base_idefics3)])
 def test_names_of_both_generations(tiny, name, change):
     tiny_, weights = tiny(name), stored(tiny, name)

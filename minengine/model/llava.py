@@ -73,8 +73,8 @@ class LlavaMultiModalProjector(nn.Module):
 
 # %% ../../nbs/70d_llava.ipynb #names
 LLAVA_PREFIXES = (   # there, here
-    ("language_model.model.", "model."), ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
+    ("language_model.model.", "model."), ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."), ("language_model.", "model."),
     ("model.vision_tower.vision_model.", "vision_tower."),
     ("vision_tower.vision_model.", "vision_tower."),
     ("model.vision_tower.", "vision_tower."),

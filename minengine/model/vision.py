@@ -301,7 +301,7 @@ class SiglipVisionModel(nn.Module):
         n, _, height, width = pixels.shape
         side = self.patch_size
         rows, columns = height // side, width // side
-        if mask is None: mask = pixels.new_ones(1, 1, 1).expand(n, height, width)
+        if mask is None: mask = pixels.new_ones(n, height, width)
         mask = mask[:, :rows * side, :columns * side]
         cut = mask.reshape(n, rows, side, columns, side)
         return cut.ne(0).any(4).any(2)
