@@ -400,9 +400,18 @@ def _encoder_limits(
     return budget, size
 
 # %% ../../nbs/14_checkpoint.ipynb #compilation
+def _run_eager(usual: dict, given: dict):
+    "Say that a model that sees is not compiled; `ValueError` if it should be."
+    if given.get("level") or given.get("use_cudagraph"): raise ValueError(
+        f"compilation_config={given!r}: a model that sees images runs eager "
+        "in V1, choose level 0")
+    if any(usual.values()): warnings.warn(
+        "a model that sees images runs eager: no compiled pieces, no graphs")
+
 def compilation_config(
     args: EngineArgs, # what the user set
     device: str,      # "cpu" or "cuda"
+    is_multimodal: bool = False, # True: V1 runs it as it is
 ) -> CompilationConfig:
     "Fill in the device's defaults; `ValueError` for a contradiction."
     given, gpu = args.compilation_config, device == "cuda"
@@ -413,6 +422,9 @@ def compilation_config(
     # V1's graphs are of compiled pieces: without pieces, no graphs either.
     no_pieces = args.engine == "v1" and given.get("level") == 0
     if args.enforce_eager or no_pieces: usual = {}
+    if is_multimodal and args.engine == "v1":
+        _run_eager(usual, given)
+        usual = {}
     try: config = CompilationConfig(**usual | given)
     except TypeError as error:   # a field that nobody knows
         raise ValueError(f"compilation_config: {error}") from error
@@ -516,7 +528,8 @@ def create_engine_config(
     parallel = ParallelConfig(**_copy(args, "tensor_parallel_size",
         "pipeline_parallel_size", "distributed_executor_backend"))
     return VllmConfig(model, cache, scheduler, parallel, device, load,
-                      compilation_config(args, device.device), drafts)
+                      compilation_config(args, device.device,
+                                         model.is_multimodal), drafts)
 
 def _copy(args: EngineArgs, *names: str) -> dict:
     return {name: getattr(args, name) for name in names}
