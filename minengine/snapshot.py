@@ -165,10 +165,11 @@ def look_at_pool(
 def look_at_manager(
     manager: KVCacheManager,
     num_tokens: dict[str, int] = {}, # by request id, with KV
+    names: dict[str, str] | None = None, # id -> name; None: short names
 ) -> PoolSnapshot:
     "Copy V1's pool with the tables that point into it."
     snapshot, tables = look_at_pool(manager.pool), manager.req_to_blocks
-    names = short_names(tables)
+    if names is None: names = short_names(tables)
     snapshot.block_size, snapshot.ref_cnts = manager.block_size, {}
     snapshot.tables = [
         TableSnapshot(names[req_id], [b.block_id for b in blocks],
@@ -234,15 +235,19 @@ class QueuesSnapshot(msgspec.Struct):
     max_num_seqs: int             # most sequences a step
 
 # %% ../nbs/88_snapshot.ipynb #look-at-v1
-def look_at_scheduler_v1(scheduler: RequestQueues) -> QueuesSnapshot:
+def look_at_scheduler_v1(
+    scheduler: RequestQueues,
+    names: dict[str, str] | None = None, # id -> name; None: short names
+) -> QueuesSnapshot:
     "Copy V1's queues and pool."
-    s, names = scheduler, short_names(scheduler.requests)
+    s = scheduler
+    if names is None: names = short_names(s.requests)
     queues = {name: [look_at_request(r, names[r.request_id]) for r in queue]
               for name, queue in (("waiting", s.waiting),
                                   ("running", s.running))}
     num_tokens = {i: r.num_computed_tokens for i, r in s.requests.items()}
     return QueuesSnapshot(
-        "V1", queues, [look_at_manager(s.kv_cache_manager, num_tokens)],
+        "V1", queues, [look_at_manager(s.kv_cache_manager, num_tokens, names)],
         s.config.max_num_batched_tokens, s.config.max_num_seqs)
 
 # %% ../nbs/88_snapshot.ipynb #look-at-v0

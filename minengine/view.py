@@ -270,7 +270,8 @@ def _say_part(part) -> str: # plain text
         f"{part.num_cached_tokens} tokens found in the prefix cache")
     ids = " ".join(map(str, part.block_ids[:16]))
     if len(part.block_ids) > 16: ids += " …"
-    told = "block table" if part.blocks_are_all else "new blocks"
+    told = "block table" if part.blocks_are_all else (
+        "new block" if len(part.block_ids) == 1 else "new blocks")
     if ids: words.append(f"{told} {ids}")
     elif not part.blocks_are_all: words.append("no new block")
     return ", ".join(words)
@@ -298,7 +299,7 @@ def view_order(
     num, moves = order.num_tokens, _say_moves(order)
     spent = f"{num:,} tokens" + (f" of {budget:,}" if budget else "")
     title, parts = f"{order.engine} step", order.parts[:most]
-    parts_bar = [(f"{p.name} {p.num_tokens}", p.num_tokens, colour_of(p.name))
+    parts_bar = [(f"{p.name}:{p.num_tokens}", p.num_tokens, colour_of(p.name))
                  for p in order.parts]
     if budget: parts_bar.append((f"{budget - num} left", budget - num, None))
     lines = [bar(parts_bar)] + [
