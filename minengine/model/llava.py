@@ -103,7 +103,8 @@ class LlavaForConditionalGeneration(SupportsMultiModal):
             f"LLaVA's tower must be a clip_vision_model, got {kind!r}")
         dtype, layers = torch_dtype(model_config.dtype), feature_layers(hf)
         num_llava_tokens(hf)
-        self.vision_tower = CLIPVisionModel(hf.vision_config, max(layers), dtype)
+        self.vision_tower = CLIPVisionModel(
+            hf.vision_config, max(layers), dtype)
         self.multi_modal_projector = LlavaMultiModalProjector(hf, dtype)
         self.feature_layers, self.dtype = layers, dtype
         self.unused_weights = _unused_names(hf, max(layers))
