@@ -16,6 +16,8 @@ from ...outputs import EngineDeadError
 from .inproc_client import AsyncEngineCoreClient
 from .core_handle import CoreHandle
 from .mp_client import Mailbox
+from .mp_client import send_request
+from .mp_client import make_mm_sender
 from .wire import FrameType
 from .wire import UtilityCall
 
@@ -36,7 +38,8 @@ class AsyncMPClient(AsyncEngineCoreClient):
         log_stats: bool = False, # True: outputs carry statistics
     ):
         self.core = CoreHandle(vllm_config, executor_class, log_stats)
-        self.mail = Mailbox()
+        self.mm_cache = make_mm_sender(vllm_config)
+        self.mail = Mailbox(self.mm_cache)
         self.refused = self.mail.refused # (id, message): to be drained
         # Neither handle nor thread know us: see the other client.
         threading.Thread(target=read_messages, args=(self.core, self.mail),
@@ -47,7 +50,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
     def dead(self) -> EngineDeadError | None: return self.core.dead
 
     async def add_request_async(self, request):
-        self.core.send(FrameType.ADD, request)
+        send_request(self.core, self.mm_cache, request)
 
     async def abort_requests_async(self, request_ids):
         if request_ids and not self.dead:
@@ -72,6 +75,12 @@ class AsyncMPClient(AsyncEngineCoreClient):
 
     async def reset_prefix_cache_async(self):
         return await self.call_utility_async("reset_prefix_cache")
+
+    async def reset_mm_cache_async(self):
+        if self.mm_cache is None: return
+        # The call leaves before anything else: the loop is not given back.
+        self.mm_cache.reset()
+        await self.call_utility_async("reset_mm_cache")
 
     async def check_health_async(self, timeout_s=10):
         async with asyncio.timeout(timeout_s):

@@ -91,6 +91,10 @@ class EngineCore:
             self.mm_cache = MirroredCacheReceiver()
         self.mm_cache.fill(request)
 
+    def reset_mm_cache(self):
+        "Forget the images of a front end elsewhere; it does the same."
+        if self.mm_cache is not None: self.mm_cache.clear()
+
     def abort_requests(self,
         request_ids: list[str], # finished or unknown ones are skipped
     ):

@@ -39,8 +39,9 @@ from ..messages import EngineCoreOutputs
 class EngineCoreProcess:
     "The busy loop: messages from one queue, steps, outputs into another."
 
-    UTILITIES = ("reset_prefix_cache", "check_health", "check_invariants",
-                 "num_free_blocks", "echo", "shutdown") # callable by name
+    UTILITIES = ("reset_prefix_cache", "reset_mm_cache", "check_health",
+                 "check_invariants", "num_free_blocks", "echo",
+                 "shutdown") # callable by name
 
     def __init__(self,
         core: EngineCore,
@@ -95,6 +96,8 @@ class EngineCoreProcess:
         self.outbox.put((FrameType.UTILITY_OUTPUT, result))
 
     def reset_prefix_cache(self): return self.core.reset_prefix_cache()
+
+    def reset_mm_cache(self): self.core.reset_mm_cache()
 
     def check_health(self): self.core.executor.check_health()
 

@@ -45,6 +45,10 @@ class EngineCoreClient(ABC):
         "Forget all cached blocks."
 
     @abstractmethod
+    def reset_mm_cache(self):
+        "Forget all images that the core has received, on both sides."
+
+    @abstractmethod
     def startup_summary(self) -> dict: # sizes in bytes
         "Where the memory went."
 
@@ -72,6 +76,8 @@ class InprocClient(EngineCoreClient):
     def get_output(self): return self.engine_core.step()
 
     def reset_prefix_cache(self): return self.engine_core.reset_prefix_cache()
+
+    def reset_mm_cache(self): self.engine_core.reset_mm_cache()
 
     def startup_summary(self): return self.engine_core.startup_summary()
 
@@ -105,6 +111,10 @@ class AsyncEngineCoreClient(ABC):
     @abstractmethod
     async def reset_prefix_cache_async(self) -> bool: # False: blocks in use
         "Forget all cached blocks."
+
+    @abstractmethod
+    async def reset_mm_cache_async(self):
+        "Forget all images that the core has received, on both sides."
 
     @abstractmethod
     async def check_health_async(self,
@@ -189,6 +199,9 @@ class AsyncInprocClient(AsyncEngineCoreClient):
 
     async def reset_prefix_cache_async(self):
         return await self._call(self.engine_core.reset_prefix_cache)
+
+    async def reset_mm_cache_async(self):
+        await self._call(self.engine_core.reset_mm_cache)
 
     async def check_health_async(self, timeout_s=10):
         async with asyncio.timeout(timeout_s): await self._call(int)
