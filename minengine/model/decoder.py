@@ -197,7 +197,7 @@ class DecoderModel(nn.Module):
 
     def forward(self,
         input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
-        positions: Tensor,        # [num_tokens] int64
+        positions: Tensor, # [num_tokens] int64; [3, num_tokens] for M-RoPE
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
     ) -> Tensor:                  # [num_tokens, hidden_size]
         "All layers over one ragged batch."
@@ -363,7 +363,7 @@ class DecoderForCausalLM(nn.Module):
 
     def forward(self,
         input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
-        positions: Tensor,        # [num_tokens] int64
+        positions: Tensor, # [num_tokens] int64; [3, num_tokens] for M-RoPE
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
     ) -> Tensor:                  # [num_tokens, hidden_size]
         "Hidden states of a ragged batch; needs a forward context."
