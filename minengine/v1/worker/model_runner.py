@@ -433,7 +433,7 @@ class ModelRunner:
         token_ids, logprobs = self._sample(
             hidden, metadata, output.scheduled_spec_decode_tokens)
         drafts = self.proposer and self.proposer.propose(
-            batch, self.requests, self.buffers.seq_lens.np[:batch.num_reqs])
+            batch, self.requests, metadata.seq_lens_cpu, token_ids)
         # Copies: the batch's own lists change with the next step.
         return ModelRunnerOutput(
             list(batch.req_ids), dict(batch.req_id_to_index), token_ids,
