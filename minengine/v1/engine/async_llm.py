@@ -95,6 +95,12 @@ class AsyncFrontEnd:
         self.handler.check_alive()
         return await self.engine_core.reset_prefix_cache_async()
 
+    async def reset_mm_cache(self):
+        "Forget all processed images, here and in the core."
+        self.handler.check_alive()
+        self.processor.reset_mm_cache()
+        await self.engine_core.reset_mm_cache_async()
+
     def startup_summary(self) -> dict: # sizes in bytes, from a worker
         return self.engine_core.startup_summary()
 

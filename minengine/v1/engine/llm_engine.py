@@ -124,6 +124,11 @@ class LLMEngineV1:
     def reset_prefix_cache(self) -> bool: # False: requests are running
         return self.engine_core.reset_prefix_cache()
 
+    def reset_mm_cache(self):
+        "Forget all processed images, here and in the core."
+        self.processor.reset_mm_cache()
+        self.engine_core.reset_mm_cache()
+
     def startup_summary(self) -> dict: # sizes in bytes, from a worker
         return self.engine_core.startup_summary()
 
