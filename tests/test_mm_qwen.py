@@ -18,7 +18,9 @@ from minengine.model.decoder import get_model_class
 from minengine.model.mrope import get_mrope_input_positions, slice_mrope_positions
 from minengine.model.qwen2_5_vl import (
     MAX_PIXELS, Qwen2_5_VLForConditionalGeneration, longest_image, patch_positions, window_order)
+from minengine.llm import LLM
 from minengine.parallel import tensor_parallel_group
+from minengine.sampling_params import SamplingParams
 from minengine.v1.messages import PlaceholderRange
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -389,6 +391,24 @@ def test_half_precision():
     got = Sequence(model, ids, [item], [PlaceholderRange(5, 12)]).compute(len(ids))
     assert got.dtype == torch.float32
     assert (got - wanted).abs().max() < 0.02 * (wanted.max() - wanted.min())
+
+
+@pytest.mark.parametrize("budget", [16, 256])
+def test_greedy_tokens_through_the_engine(oracle, folder, budget):
+    "All prompts at once, images cut by the step's budget; then again, from blocks and rows that are there."
+    llm = LLM(folder, engine="v1", max_num_batched_tokens=budget, max_num_seqs=6, num_gpu_blocks_override=96,
+              use_tqdm_on_load=False)
+    cases = PROMPTS | {"a strip, longer than the pixels say": (f"x{IMAGE}y", [(8, 1600)])}
+    prompts, wanted = [], []
+    for prompt, sizes in cases.values():
+        images = images_of(sizes)
+        prompts.append({"prompt": prompt} | ({"multi_modal_data": {"image": images}} if images else {}))
+        wanted.append(oracle.greedy(prompt, images, max_tokens=8))
+    assert oracle.inputs(f"x{IMAGE}y", images_of([(8, 1600)]))["image_grid_thw"].prod() // 4 > 48
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for _ in range(2):
+        got = llm.generate(prompts, params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in got] == wanted
 
 
 # Weights and configs

@@ -275,15 +275,18 @@ def longest_image(
     return max(tokens, math.isqrt(MAX_RATIO * tokens))
 
 # %% ../../nbs/70g_qwen2_5_vl.ipynb #grid-of
+def _grid_thw(item: dict) -> list[int]:
+    "Frames, rows and columns of an item's patches."
+    grid = torch.as_tensor(item["image_grid_thw"]).flatten().tolist()
+    if len(grid) == 3: return grid
+    raise ValueError(f"image_grid_thw must be three numbers, got {grid}")
+
 def grid_of(
     item: dict,         # an image item
     vision_config: Any,
 ) -> tuple[int, int]:   # rows and columns of tokens
     "An image's size; `ValueError` if its pixels do not fit."
-    c, pixels = vision_config, item["pixel_values"]
-    grid = torch.as_tensor(item["image_grid_thw"]).flatten().tolist()
-    if len(grid) != 3:
-        raise ValueError(f"image_grid_thw must be three numbers, got {grid}")
+    c, pixels, grid = vision_config, item["pixel_values"], _grid_thw(item)
     rows, columns = image_grid(grid, c.spatial_merge_size)
     size = c.in_channels * c.temporal_patch_size * c.patch_size ** 2
     wanted = rows * columns * c.spatial_merge_size ** 2, size
@@ -348,7 +351,6 @@ class Qwen2_5_VLForConditionalGeneration(SupportsMultiModal):
         spans: list[Any],   # of each, `offset` and `length`
     ) -> tuple[Tensor, int]: # [3, prompt tokens] int64, delta
         "Where each token stands, and what to add to an index behind them."
-        grids = [item["image_grid_thw"] for item in items]
-        grids = [torch.as_tensor(grid).flatten().tolist() for grid in grids]
+        grids = [_grid_thw(item) for item in items]
         return get_mrope_input_positions(
             prompt_token_ids, grids, spans, self.visual.merge)
