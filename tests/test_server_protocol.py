@@ -416,7 +416,18 @@ def test_tool_calls_for_templates():
     ({"role": "user", "content": "x", "foo": 1}, "messages[1].foo"), (5, "messages[1]"),
     ({"role": "user", "content": ["x"]}, "messages[1].content[0]"),
     ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text"),
-    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content[0].type"),
+    ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[1].content[0].type"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, "messages[1].content[0].image_url"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "messages[1].content[0].image_url"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0].image_url.url"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]},
+     "messages[1].content[0].image_url.url"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}]},
+     "messages[1].content[0].image_url.detail"),
+    ({"role": "user", "content": [{"type": "text", "text": "x", "image_url": {"url": "x"}}]},
+     "messages[1].content[0].image_url"),
+    ({"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content"),
+    ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[1].content"),
     ({"role": "assistant", "content": "x", "audio": {"id": "1"}}, "messages[1].audio"),
     ({"role": "assistant", "function_call": {"name": "f", "arguments": ""}}, "messages[1].function_call"),
     ({"role": "assistant", "tool_calls": [{}]}, "messages[1].tool_calls[0].function"),
@@ -424,6 +435,18 @@ def test_tool_calls_for_templates():
 ])
 def test_wrong_messages_are_named(message, param):
     assert refusal(ChatCompletionRequest, messages=[USER, message]).param == param
+
+
+def test_images_keep_their_places():
+    image, text = {"type": "image_url", "image_url": {"url": "u", "detail": "low"}}, {"type": "text", "text": "t"}
+    request = ask(ChatCompletionRequest, messages=[
+        USER, {"role": "user", "content": [text, image, text, image | {"image_url": {"url": "v"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": [image]}])
+    assert request.images() == {"messages[1].content[1].image_url": "u", "messages[1].content[3].image_url": "v",
+                                "messages[2].content[0].image_url": "u"}
+    contents = [m["content"] for m in request.template_messages()]
+    assert contents[1:] == [[text, {"type": "image"}, text, {"type": "image"}], [{"type": "image"}]]
+    assert ask(ChatCompletionRequest, messages=[USER]).images() == {}
 
 
 def test_template_kwargs():

@@ -24,6 +24,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from .. import __version__
+from ..multimodal.media import MediaConnector
 from ..outputs import EngineDeadError
 from ..outputs import RequestOutput
 from .chat import Serving
@@ -278,10 +279,11 @@ def build_app(
     api_key: str | None = None,       # None: everybody may ask
     max_body_bytes: int = MAX_BODY_BYTES,
     chat_template: str | None = None, # None: the tokenizer's own
+    media: MediaConnector | None = None, # None: as the engine's config says
 ) -> FastAPI:
     "Put the endpoints behind the gates."
     running = RunningRequests(engine)
-    serving = Serving(running, served_model_names, chat_template)
+    serving = Serving(running, served_model_names, chat_template, media)
     metrics = EngineMetrics(serving.names[0], serving.max_model_len)
     engine.stat_loggers.append(metrics)
     app = FastAPI(title="minengine", version=__version__, docs_url=None,

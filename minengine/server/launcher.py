@@ -26,6 +26,7 @@ from ..config import EngineArgs
 from ..config import check_int
 from ..config import check_range
 from ..llm import start_up_table
+from ..multimodal.media import MediaConnector
 from .api_server import build_app
 from .gates import MAX_BODY_BYTES
 
@@ -180,6 +181,8 @@ def run_server(
 ) -> int: # exit code: 0, or 1 if the engine has died
     "Start an engine and serve it until a signal, or its death."
     template = read_template(args.chat_template)
+    media = MediaConnector(engine_args.allowed_local_media_path,
+                           engine_args.allowed_media_domains)
     sock, engine = bind(args.host, args.port), None
     with stop_signals() as servers:
         try:
@@ -189,11 +192,12 @@ def run_server(
                 engine.engine_name, engine_args.model, engine.vllm_config,
                 engine.startup_summary()), file=sys.stderr, flush=True)
             app = build_app(engine, names, args.api_key, args.max_body_bytes,
-                            template)
+                            template, media)
             server = ApiServer(app, args, base_url(sock))
             servers.append(server)
             asyncio.run(server.serve([sock]))
             return 0 if server.died_at is None else 1
         finally:
             sock.close()
+            media.close()
             if engine: engine.shutdown()

@@ -210,7 +210,8 @@ class ChatCompletionRequest(SamplingRequest, TemplateRequest):
     function_call: _USE_TOOLS = None
     functions: _USE_TOOLS = None
     include_reasoning: refused("reasoning is part of the text", True) = None
-    mm_processor_kwargs: refused("messages are text here") = None
+    mm_processor_kwargs: refused(
+        "images are prepared as the server was told to") = None
     modalities: refused("answers are text", ["text"]) = None
     moderation: refused("there is none") = None
     prediction: refused("nothing is guessed in advance") = None

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['END', 'DONE', 'cancel_all', 'close_all', 'ClientGone', 'unless_gone', 'start_all', 'next_or_end', 'merge',
            'describe_error', 'event', 'EventStream', 'make_usage', 'UsageCounter', 'Call', 'default_params',
-           'check_not_ignored', 'ServingContext']
+           'check_not_ignored', 'make_connector', 'ServingContext']
 
 # %% ../../nbs/81c_server_serving.ipynb #export-imports
 import asyncio
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..llm import GENERATION_NAMES
+from ..multimodal.media import MediaConnector
 from ..outputs import EngineDeadError
 from ..outputs import RequestOutput
 from ..sampling_params import SamplingParams
@@ -235,6 +236,16 @@ def check_not_ignored(
     raise ValueError(f"prompt has {len(first.prompt_token_ids)} tokens: "
                      "more than this engine can ever take")
 
+# %% ../../nbs/81c_server_serving.ipynb #make-connector
+def make_connector(
+    model_config: Any,
+) -> MediaConnector:
+    "Make what loads a model's images; `ValueError` for wrong options."
+    allowed = getattr(model_config, "multimodal_config", None)
+    if allowed is None: return MediaConnector() # data URLs alone
+    return MediaConnector(allowed.allowed_local_media_path,
+                          allowed.allowed_media_domains)
+
 # %% ../../nbs/81c_server_serving.ipynb #context
 class ServingContext:
     "What all endpoints share: an engine, its names, and its defaults."
@@ -243,6 +254,7 @@ class ServingContext:
         engine: Any,                       # with the interface of `AsyncLLM`
         served_model_names: list[str],     # what clients may call the model
         chat_template: str | None = None,  # None: the tokenizer's own
+        media: MediaConnector | None = None, # None: as the engine's config says
     ):
         if not served_model_names: raise ValueError(
             "served_model_names must not be empty, got []")
@@ -250,6 +262,7 @@ class ServingContext:
         self.chat_template, self.created = chat_template, int(time.time())
         self.default_params = default_params(
             self.model_config.generation_config)
+        self.media = media or make_connector(self.model_config)
 
     @property
     def model_config(self): return self.engine.vllm_config.model_config
