@@ -134,8 +134,7 @@ class DraftModelProposer:
         vllm_config: VllmConfig, # of the engine
         model: torch.nn.Module | None = None, # None: load it
     ):
-        self.vllm_config = vllm_config
-        self.config = draft_vllm_config(vllm_config)
+        self.vllm_config, self.config = vllm_config, draft_vllm_config(vllm_config)
         self.num_drafts = vllm_config.speculative_config.num_speculative_tokens
         self.model = load_model(self.config) if model is None else model
         self.block_size = vllm_config.cache_config.block_size

@@ -21,6 +21,8 @@ from ...model.memory import model_dtype
 from ...model.memory import take_device
 from ..core.scheduler_output import SchedulerOutput
 from ..messages import ModelRunnerOutput
+from ..spec_decode.draft_model import DraftModelProposer
+from ..spec_decode.ngram_proposer import NgramProposer
 from .cuda_graph import make_run_model
 from .model_runner import ModelRunner
 
@@ -53,8 +55,8 @@ class Worker:
             cache_folder(config.load_config) / "compiled")
         self.model_runner = ModelRunner(
             config, self.model, run, getattr(run, "num_input_tokens", None),
-            self._make_encoder_runner())
-        self.summary["weights_bytes"] = model_bytes(self.model)
+            self._make_encoder_runner(), self._make_proposer())
+        self.summary["weights_bytes"] = sum(map(model_bytes, self._models()))
 
     def _make_encoder_runner(self):
         if not getattr(self.model, "supports_multimodal", False): return None
@@ -66,12 +68,24 @@ class Worker:
         from minengine.v1.worker.encoder_runner import EncoderRunner
         return EncoderRunner(self.vllm_config, self.model, self.device)
 
+    def _make_proposer(self):
+        spec = self.vllm_config.speculative_config
+        if spec is None: return None
+        kind = {"ngram": NgramProposer, "draft_model": DraftModelProposer}
+        return kind[spec.method](self.vllm_config)
+
+    def _models(self):
+        draft = getattr(self.model_runner.proposer, "model", None)
+        return [self.model] if draft is None else [self.model, draft]
+
     def get_kv_cache_block_bytes(self) -> int: # bytes, in all layers
-        "What one block costs on this device."
-        config = self.vllm_config.model_config
-        return kv_cache_block_bytes(
+        "What one block costs on this device, a draft model's part included."
+        spec = self.vllm_config.speculative_config
+        draft = spec and spec.draft_model_config
+        return sum(kv_cache_block_bytes(
             self.vllm_config.cache_config.block_size, config.num_kv_heads,
             config.head_dim, model_dtype(self.vllm_config), config.num_layers)
+            for config in filter(None, (self.vllm_config.model_config, draft)))
 
     def determine_available_memory(self) -> int: # bytes
         "Find what the KV cache may take; `ValueError` if nothing is left."
