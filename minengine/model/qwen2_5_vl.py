@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from ..config import ModelConfig
 from ..config import cdiv
 from .decoder import PREFIXES
-from .idefics3 import image_settings
 from .interfaces import SupportsMultiModal
+from .interfaces import image_settings
 from .layers import MLP
 from .layers import RMSNorm
 from .layers import apply_rotary
