@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['UNUSED_ARGS', 'DTYPE_NAMES', 'GENERATION_NAMES', 'make_engine_args', 'make_engine', 'start_up_table',
            'default_sampling_params', 'list_prompts', 'one_each', 'final_only', 'interrupts_wait', 'SpeedBar',
-           'collect', 'render_chat', 'LLM']
+           'collect', 'take_images', 'render_chat', 'LLM']
 
 # %% ../nbs/80_llm.ipynb #export-imports
 import itertools
@@ -40,7 +40,8 @@ UNUSED_ARGS = {
     "cpu_offload_gb": (0,), "kv_cache_dtype": ("auto",),
     "enable_lora": (False,),
     "disable_custom_all_reduce": (True, False), "task": ("auto", "generate"),
-    "max_seq_len_to_capture": (8192,), "allowed_local_media_path": ("",),
+    "max_seq_len_to_capture": (8192,),
+    "disable_mm_preprocessor_cache": (False,),
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"} # vLLM's, and ours
 
@@ -240,20 +241,53 @@ def collect(
                 bar.update(output)
     return [done[i] for i in ids]
 
+# %% ../nbs/80_llm.ipynb #take-images
+def _image_of(part: dict) -> Any: # None: the part has only its place
+    "The image that a part of a message brings; `ValueError` if it has none."
+    kind = part["type"]
+    image = part.get(kind)
+    if kind == "image_url" and isinstance(image, dict): image = image.get("url")
+    if kind != "image" and image is None or kind == "image_url" \
+            and not isinstance(image, str):
+        wanted = {"image_url": "{'url': ...}", "image_pil": "a PIL image"}[kind]
+        raise ValueError(f"a part of type {kind!r} needs {kind!r}: {wanted}")
+    return image
+
+def take_images(
+    messages: list[dict], # content: a text, or a list of parts
+) -> tuple[list[dict], list]: # messages with places for images; the images
+    "Separate the images of a conversation from its words."
+    places, images = [], []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            parts = list(content)
+            for i, part in enumerate(parts):
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind not in ("image", "image_url", "image_pil"): continue
+                image, parts[i] = _image_of(part), {"type": "image"}
+                if image is not None: images.append(image)
+            message = {**message, "content": parts}
+        places.append(message)
+    return places, images
+
 # %% ../nbs/80_llm.ipynb #render-chat
 def render_chat(
     tokenizer: Any,
     messages: list[dict], # each with "role" and "content"
     add_generation_prompt: bool = True, # end where the answer begins
     **kwargs,             # for the template; those that are None are left out
-) -> dict:                # a prompt: its text and its token ids
+) -> dict:                # a prompt: its text, its token ids, its images
     "Write a conversation as the model was trained to see it."
     if tokenizer is None: raise ValueError(
         "chat needs a tokenizer, and skip_tokenizer_init is set")
     kwargs = {k: value for k, value in kwargs.items() if value is not None}
+    messages, images = take_images(messages)
     ids = apply_chat_template(
         tokenizer, messages, add_generation_prompt, **kwargs)
-    return {"prompt": tokenizer.decode(ids), "prompt_token_ids": ids}
+    prompt = {"prompt": tokenizer.decode(ids), "prompt_token_ids": ids}
+    if images: prompt["multi_modal_data"] = {"image": images}
+    return prompt
 
 # %% ../nbs/80_llm.ipynb #llm
 class LLM:
@@ -339,6 +373,7 @@ class LLM:
         lora_request: Any = None,           # must be None
         chat_template: str | None = None,   # None: the tokenizer's own
         add_generation_prompt: bool = True, # end where the answer begins
+        mm_processor_kwargs: dict | None = None, # for the image processor
         **kwargs,                           # for the template, such as `tools`
     ) -> list[RequestOutput]:               # one a conversation
         "Answer conversations, written with the model's chat template."
@@ -347,6 +382,8 @@ class LLM:
             self.get_tokenizer(), conversation, add_generation_prompt,
             chat_template=chat_template, **kwargs)
             for conversation in ([messages] if one else messages)]
+        if mm_processor_kwargs is not None: prompts = [
+            p | {"mm_processor_kwargs": mm_processor_kwargs} for p in prompts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm,
                              lora_request=lora_request)
 
@@ -360,5 +397,9 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool: # False: a stream is running
         return self.llm_engine.reset_prefix_cache()
+
+    def reset_mm_cache(self):
+        "Forget all processed images, in both processes; V0 remembers none."
+        if self.engine_name == "v1": self.llm_engine.reset_mm_cache()
 
     def shutdown(self): self.llm_engine.shutdown() # the end of this object
