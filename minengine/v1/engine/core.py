@@ -38,7 +38,10 @@ def check_images(
     for i, (item, span) in enumerate(zip(items, spans)):
         if not isinstance(item, dict): raise ValueError(
             f"{name}: image {i} is a {type(item).__name__}, not a dict")
-        num_rows = model_class.num_image_tokens(model, item)
+        try: num_rows = model_class.num_image_tokens(model, item)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{name}: image {i} is none that the model "
+                             f"takes, {type(error).__name__}: {error}") from error
         if num_rows != span.length: raise ValueError(
             f"{name}: image {i} has {num_rows} rows, but "
             f"{span.length} places in its prompt")
