@@ -4,11 +4,19 @@
     python tools/nb.py from-text page.txt nbs/47_v1_scheduler.ipynb
     python tools/nb.py export    nbs/47_v1_scheduler.ipynb
     python tools/nb.py run       nbs/47_v1_scheduler.ipynb
+    python tools/nb.py check     nbs/47_v1_scheduler.ipynb
 
 A page as text is its cells, each under a line `%% md cell-id` or
 `%% code cell-id`. `from-text` keeps the outputs of cells that did not change.
+
+`run` executes a page in a new kernel and saves its outputs; `check` executes
+it, saves nothing, and compares the outputs' text with the saved ones. Times,
+rates, addresses, ports, process ids and names of temporary files may differ
+(VARIES, below); if anything else in a cell's output does, the cell says why
+in its first lines: `#| varies: which threads arrive first`.
 """
 import argparse
+import difflib
 import os
 import re
 import sys
@@ -73,8 +81,8 @@ def merge_streams(outputs):
     return merged
 
 
-def run(path: Path, timeout_s: int = 300):
-    "Execute every cell in order in a new kernel and save the outputs."
+def execute(path: Path, timeout_s: int = 300):
+    "The notebook after every cell has run, in order, in a new kernel."
     nb = nbformat.read(path, as_version=4)
     # A hint about widgets that names the reader's folders is no output of ours.
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
@@ -85,13 +93,81 @@ def run(path: Path, timeout_s: int = 300):
     nb.metadata = nbformat.from_dict({"kernelspec": KERNEL})
     for cell in nb.cells:
         if cell.cell_type == "code": cell.outputs = merge_streams(cell.outputs)
-    nbformat.write(nb, path)
+    return nb
+
+
+def run(path: Path):
+    "Execute a page and save the outputs."
+    nbformat.write(execute(path), path)
     clean(path)
+
+
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+UNIT = r"(?:ns|us|µs|μs|ms|s|sec|seconds?|minutes?|min)"
+RATE = r"(?:it|tok|tokens|prompts?|requests?|req|steps?|[KMGT]?i?B|GFLOPS?|[TG]FLOP)"
+# What no two runs share, each with the word it is compared as.
+VARIES = [(re.compile(pattern), word) for pattern, word in [
+    (r"\x1b\[[0-9;]*m", ""),                                     # colours
+    (r"\b0x[0-9a-f]{6,}\b", "ADDRESS"),
+    (r"(?<=127\.0\.0\.1:)\d+|(?<=localhost:)\d+", "PORT"),
+    (r"(/private)?/(tmp|var/folders)/[\w./+-]+", "TEMPORARY"),
+    # nbdev finds the line by the bare name, which both engines may have.
+    (r"/blob/main/minengine/[\w/]+\.py#L\d+", "SOURCE"),
+    (r"\b(pid|process)[ =]\d+", r"\1 PID"),
+    (r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d+)?", "DATE"),
+    (rf"{NUMBER} ?{RATE}(?: ?/ ?|\s+(?:per|a|each)\s+){UNIT}\b", "RATE"),
+    (rf"{NUMBER} ?{UNIT}\b(?:/\w+)?", "TIME"),
+]]
+
+
+def steady(text: str) -> str:
+    "What of an output's text has to be the same in each run."
+    for pattern, word in VARIES: text = pattern.sub(word, text)
+    # A table's column is as wide as its longest time.
+    return re.sub(r"[ \t]+", " ", text).strip()
+
+
+def texts(cell) -> list[str]:
+    "The outputs of a cell as text; of a picture, only that there is one."
+    found = []
+    for out in cell.get("outputs", []):
+        if out["output_type"] == "stream": found.append((out["name"], out["text"]))
+        if out["output_type"] == "error": found.append(("error", out["evalue"]))
+        found += [(kind, value if kind.startswith("text/") else "")
+                  for kind, value in sorted(out.get("data", {}).items())]
+    return [f"{kind}: {steady(''.join(value))}" for kind, value in found]
+
+
+def varies(source: str) -> str | None:
+    "Why a cell's output is another one each time, if the cell says so."
+    found = re.search(r"^#\|\s*varies:[ \t]*(.*)$", source, re.M)
+    return found and found[1].strip()
+
+
+def differences(saved, fresh) -> list[str]:
+    "Each cell whose saved output is not what the code gives now."
+    found = []
+    for old, new in zip(saved.cells, fresh.cells, strict=True):
+        if old.cell_type != "code" or varies(old.source) is not None: continue
+        before, now = texts(old), texts(new)
+        if before == now: continue
+        lines = difflib.unified_diff("\n".join(before).split("\n"), "\n".join(now).split("\n"),
+                                     "saved", "now", lineterm="", n=1)
+        found.append(f"cell {old.id}:\n" + "\n".join(lines))
+    return found
+
+
+def check(path: Path):
+    "Execute a page; end with a message if its saved outputs are other ones."
+    fresh = execute(path)
+    clean_nb(fresh, clear_all=False, clean_ids=True)
+    found = differences(nbformat.read(path, as_version=4), fresh)
+    if found: raise SystemExit(f"{path.name}: saved outputs are not those of the code: run the page\n" + "\n".join(found))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["to-text", "from-text", "export", "run"])
+    parser.add_argument("verb", choices=["to-text", "from-text", "export", "run", "check"])
     parser.add_argument("paths", nargs="+", type=Path)
     args = parser.parse_args()
     if args.verb == "from-text":
@@ -102,6 +178,7 @@ def main():
         if args.verb == "to-text": sys.stdout.write(to_text(path))
         if args.verb == "export": nb_export(path.resolve(), lib_path=ROOT / "minengine")
         if args.verb == "run": run(path.resolve())
+        if args.verb == "check": check(path.resolve())
 
 
 if __name__ == "__main__": main()
