@@ -108,10 +108,10 @@ async def ask(app, method="GET", path="/", body=b"", headers=None, pieces=None, 
 
 
 @contextlib.contextmanager
-def serve_in_thread(engine, limit_s=60, api_key=None, names=("tiny",), **args):
+def serve_in_thread(engine, limit_s=60, api_key=None, names=("tiny",), media=None, **args):
     "The real server in a thread; gives an object with `url`, `server`, `thread`."
     args, sock = ServerArgs(port=0, **args), bind("127.0.0.1", 0)
-    server = ApiServer(build_app(engine, list(names), api_key), args, base_url(sock))
+    server = ApiServer(build_app(engine, list(names), api_key, media=media), args, base_url(sock))
     def run(): asyncio.run(server.serve([sock]))
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
