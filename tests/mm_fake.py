@@ -27,7 +27,7 @@ def fake_config(max_model_len=128, block_size=4, num_blocks=64, budget=32, max_n
                 encoder_budget=32, encoder_cache=None) -> VllmConfig:
     hf_config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=512)
+        num_key_value_heads=1, max_position_embeddings=4096)
     return VllmConfig(
         ModelConfig("fake", hf_config, dtype="float32", max_model_len=max_model_len),
         CacheConfig(block_size=block_size, enable_prefix_caching=caching, num_gpu_blocks=num_blocks, num_preallocate_tokens=0),
@@ -170,12 +170,25 @@ class Engine:
         order = self.scheduler.schedule()
         order.check_invariants()
         self.orders.append(order)
+        self.check_encoder_inputs(order)
         result = self.runner.execute_model(order)
         self.check_books()
         for output in self.scheduler.update_from_output(order, result).outputs:
             self.tokens[output.request_id] += output.new_token_ids
         self.scheduler.check_invariants()
         return order
+
+    def check_encoder_inputs(self, order):
+        "No more rows than the budget, each image once, and only such that the chunk touches."
+        computed = {d.req_id: d.num_computed_tokens for d in order.scheduled_new_reqs + order.scheduled_cached_reqs}
+        total = 0
+        for req_id, inputs in order.scheduled_encoder_inputs.items():
+            assert len(set(inputs)) == len(inputs)
+            for i in inputs:
+                p, start = self.requests[req_id].mm_positions[i], computed[req_id]
+                assert p.offset < start + order.num_scheduled_tokens[req_id] and p.offset + p.length > start
+                total += p.length
+        assert total <= self.config.scheduler_config.max_num_encoder_input_tokens
 
     def check_books(self):
         "The worker holds what the scheduler says it holds: an entry for an entry."

@@ -3,6 +3,11 @@ import pytest
 from mm_engine import Core, Family, make_image
 from mm_tiny import FAMILIES
 
+from minengine.config import EngineArgs
+from minengine.multimodal.cache import item_nbytes
+from minengine.sampling_params import SamplingParams
+from minengine.v1.engine.llm_engine import LLMEngineV1
+from minengine.v1.messages import PlaceholderRange
 from minengine.v1.worker.encoder_runner import EncoderRunner
 
 SQUARE, FLAT, TALL = make_image(40, 40, 1), make_image(64, 24, 2), make_image(20, 60, 3)
@@ -236,3 +241,166 @@ def test_how_often_the_encoder_runs(family, story):
     tell(core)
     core.check()
     assert core.runs == count, story
+
+
+# --- at the core's door -------------------------------------------------------------------------
+
+def test_a_bad_image_harms_nobody_else(family):
+    "What would fail a step is refused before it is in one; the others end as they would have."
+    core = Core(family)
+    core.add("good", *PROMPTS["one"], max_tokens=12)
+    core.step()
+    def bad(**changes):
+        request = family.request("bad", *PROMPTS["two sizes"])
+        for name, value in changes.items(): setattr(request, name, value)
+        return request
+    whole = bad()
+    item, span = whole.mm_inputs[0], whole.mm_placeholders[0]
+    one_less = [PlaceholderRange(span.offset, span.length - 1), whole.mm_placeholders[1]]
+    for changes, message in [
+            (dict(mm_inputs=[item]), "1 images for 2 places"),
+            (dict(mm_inputs=[item, None]), "image 1 is a NoneType, not a dict"),
+            (dict(mm_inputs=[item, {}]), "pixel_values|image_grid_thw"),
+            (dict(mm_inputs=[item, item | {"pixel_values": item["pixel_values"][..., :-1]}]), "pixel|tile|square|patches"),
+            (dict(mm_placeholders=one_less), f"image 0 has {span.length} rows, but {span.length - 1} places"),
+            (dict(mm_hashes=None), "2 images without hashes, prefix caching needs one for each"),
+            (dict(mm_placeholders=whole.mm_placeholders[::-1]), "overlaps or is past|rows, but"),
+            (dict(mm_placeholders=None), "2 images for 0 places")]:
+        with pytest.raises(ValueError, match=message): core.core.add_request(bad(**changes))
+        core.core.check_invariants()
+    core.run().check()
+    core.add("two", *PROMPTS["two sizes"])
+    core.run().check()
+
+
+def test_field_vllm_16795_a_token_budget_below_one_image_changes_nothing_but_time(family):
+    "The encoder's budget is raised to the largest image by itself; the step's budget stays."
+    core = Core(family, max_num_batched_tokens=16)
+    longest = core.runner.model.max_image_tokens(core.core.vllm_config.model_config)
+    limits = core.core.vllm_config.scheduler_config
+    assert (limits.max_num_encoder_input_tokens, limits.encoder_cache_size) == (max(longest, 16),) * 2
+    for name, prompt in PROMPTS.items(): core.add(name, *prompt)
+    core.run().check()
+
+
+def test_field_vllm_16795_an_image_that_can_never_fit_is_refused_with_the_numbers(family):
+    request = family.request("a", *PROMPTS["one"])
+    length = request.mm_placeholders[0].length
+    core = Core(family, encoder_cache_size=length - 1)
+    with pytest.raises(ValueError, match=f"an image of {length} tokens, the encoder takes at most {length - 1}"):
+        core.core.add_request(request)
+    core.add("words", *PROMPTS["words only"])
+    core.run().check()
+
+
+def test_a_cache_that_holds_one_image(family):
+    "Every request waits for the same place; all of them end, in chunks and at once."
+    longest = max(p.length for name in PROMPTS for p in family.request("x", *PROMPTS[name]).mm_placeholders or [])
+    for budget in (16, 256):
+        core = Core(family, encoder_cache_size=longest, max_num_encoder_input_tokens=longest, max_num_batched_tokens=budget)
+        for name, prompt in PROMPTS.items(): core.add(name, *prompt)
+        core.run().check()
+        assert core.runner.images.outputs.num_rows <= longest
+
+
+def test_compiled_pieces_are_refused_by_name(family):
+    with pytest.raises(ValueError, match="runs eager in V1, choose level 0"): Core(family, compilation_config=3)
+
+
+def test_prompt_logprobs_over_a_cut_image_equal_an_uncut_one(family):
+    found = []
+    for budget in (256, 20):
+        core = Core(family, enable_prefix_caching=False)
+        core.budget(budget)
+        core.core.add_request(family.request("a", *PROMPTS["one"], prompt_logprobs=0))
+        rows = None
+        while core.scheduler.has_unfinished_requests():
+            for output in core.core.step().outputs: rows = output.new_prompt_logprobs or rows
+        found.append([row[0] for row in rows.logprobs])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+# --- through the front door, in one process and in two -----------------------------------------------
+
+class Engine:
+    "`LLMEngineV1` with images as a user gives them."
+
+    def __init__(self, family: Family, multiprocess: bool, **args):
+        args = dict(max_model_len=512, num_gpu_blocks_override=64, max_num_batched_tokens=64, max_num_seqs=8) | args
+        self.family, self.asked, self.tokens = family, {}, {}
+        self.engine = LLMEngineV1.from_engine_args(EngineArgs(
+            family.folder, use_tqdm_on_load=False, enable_multiprocessing=multiprocess, **args))
+
+    def add(self, req_id, text, images, max_tokens=6):
+        prompt = {"prompt": self.family.prompt(text), "multi_modal_data": {"image": list(images)}} if images else self.family.prompt(text)
+        self.engine.add_request(req_id, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+        self.asked[req_id] = text, tuple(images), max_tokens
+
+    def run(self):
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished: self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+        return self
+
+    def check(self):
+        for req_id, asked in self.asked.items(): assert self.tokens[req_id] == self.family.greedy(*asked), req_id
+        return self
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one process", "two processes"])
+def started(request, family):
+    "Two requests at a time, 16 tokens a step, and a cache for three small images on either side."
+    nbytes, = (item_nbytes(item) for item in family.request("x", "IMAGE", [make_image(40, 24)]).mm_inputs)
+    engine = Engine(family, request.param, max_num_seqs=2, max_num_batched_tokens=16, mm_processor_cache_gb=3 * nbytes / 2**30)
+    yield engine
+    engine.engine.shutdown()
+
+
+@pytest.fixture
+def engine(started):
+    started.asked, started.tokens = {}, {}
+    yield started
+    assert not started.engine.has_unfinished_requests()
+
+
+def test_all_prompts_through_the_front_door(engine):
+    for turn in range(2):   # the second time the images are known on both sides
+        for name, prompt in PROMPTS.items(): engine.add(f"{name} {turn}", *prompt)
+        engine.run().check()
+
+
+def test_field_vllm_16273_31404_34749_46747_many_images_and_a_small_cache(engine):
+    "More images than either side keeps, in changing orders, some in flight while others are dropped."
+    pictures = [make_image(40, 24, seed) for seed in range(5)]
+    for i in range(12):
+        chosen = [pictures[i % 5], pictures[(i * 2) % 5], pictures[(i * 3 + 1) % 5]][:1 + i % 3]
+        engine.add(str(i), "IMAGE " * len(chosen) + f"number {i % 4}", chosen)
+        if i % 4 == 3: engine.run()
+    engine.run().check()
+
+
+def test_an_id_that_is_in_use_takes_nothing_from_the_others(engine):
+    "The second is refused; its images are known on one side or on both, and serve the third."
+    engine.add("a", *PROMPTS["one"])
+    with pytest.raises(ValueError, match="'a'"): engine.add("a", *PROMPTS["two sizes"])
+    engine.asked["a"] = *PROMPTS["one"][:1], tuple(PROMPTS["one"][1]), 6
+    engine.add("b", *PROMPTS["two sizes"])
+    engine.run().check()
+
+
+def test_field_vllm_17284_16875_image_requests_in_the_queue(engine):
+    engine.add("a", *PROMPTS["one"])
+    engine.add("b", *PROMPTS["one"])
+    engine.add("c", *PROMPTS["same twice"])
+    engine.run().check()
+
+
+def test_an_abort_inside_an_image(engine):
+    engine.add("gone", *PROMPTS["three side by side"])
+    engine.add("stays", *PROMPTS["three side by side"])
+    engine.engine.step()
+    engine.engine.abort_request("gone")
+    del engine.asked["gone"]
+    engine.run().check()
+    engine.add("gone", *PROMPTS["one"])
+    engine.run().check()

@@ -185,7 +185,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("uses_mrope", [False, True], ids=["plain", "mrope"])
 @pytest.mark.parametrize("name", PROMPTS)
-def test_field_vllm_7996_18414_a_chunk_boundary_at_every_offset(name, uses_mrope):
+def test_field_vllm_7996_10290_8028_18414_a_chunk_boundary_at_every_offset(name, uses_mrope):
     "The first chunk ends at each position of the prompt, then the second: the checks are in the engine."
     parts = PROMPTS[name]
     length = sum(1 if isinstance(p, int) else p[1] for p in parts)
@@ -199,6 +199,24 @@ def test_field_vllm_7996_18414_a_chunk_boundary_at_every_offset(name, uses_mrope
             engine.run()
             engine.check_tokens()
             assert engine.runs == len({p for p in parts if not isinstance(p, int)})
+
+
+def test_field_vllm_7996_an_image_of_1792_tokens_and_512_a_step():
+    engine = Engine(max_model_len=2048, block_size=16, num_blocks=128, budget=512, encoder_budget=1792)
+    engine.add("a", [*range(5), (1, 1792), *range(5)])
+    engine.run()
+    engine.check_tokens()
+    assert [order.total_num_scheduled_tokens for order in engine.orders][:4] == [512, 512, 512, 266] and engine.runs == 1
+
+
+def test_field_vllm_18414_a_chunk_that_only_encodes_what_it_touches():
+    "The image is scheduled with the chunk that ends right before it? No: with the first that touches it."
+    engine = Engine(budget=8, caching=False)
+    engine.add("a", [1, 2, 3, 4, 5, 6, 7, 8, (1, 9), 3])
+    orders = [engine.step() for _ in range(3)]
+    assert [o.scheduled_encoder_inputs for o in orders] == [{}, {"a": [0]}, {}]
+    engine.run()
+    engine.check_tokens()
 
 
 @pytest.mark.parametrize("budget", range(1, 20))
