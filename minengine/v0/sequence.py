@@ -60,7 +60,7 @@ class SequenceData:
     "Tokens of one sequence, and how many of them are computed."
     __slots__ = ("_prompt_token_ids", "_output_token_ids", "_all_token_ids",
                  "_num_computed_tokens", "_num_cached_tokens", "_stage",
-                 "cumulative_logprob", "index")
+                 "cumulative_logprob", "index", "mrope_position_delta")
 
     def __init__(self,
         prompt_token_ids: list[int],      # at least one
@@ -75,6 +75,7 @@ class SequenceData:
         self._stage = SequenceStage.PREFILL
         self.cumulative_logprob = 0.0   # of the output tokens
         self.index = 0                  # which of the request's answers
+        self.mrope_position_delta = 0   # M-RoPE: from index to position
 
     @property
     def prompt_token_ids(self) -> list[int]: return self._prompt_token_ids
@@ -157,7 +158,8 @@ class Sequence:
 
     def __init__(self,
         seq_id: int,       # from the engine's counter, never used twice
-        inputs: dict,      # "prompt_token_ids", and "prompt": its text or None
+        inputs: dict,      # "prompt_token_ids"; perhaps its text, "prompt",
+                           # and its images, "multi_modal_data"
         block_size: int,   # tokens per KV cache block
         eos_token_id: int | None = None, # ends the output, unless ignored
         lora_request: Any = None,        # adapter: part of the content hash
@@ -177,6 +179,10 @@ class Sequence:
 
     @property
     def prompt_token_ids(self) -> list[int]: return self.data.prompt_token_ids
+
+    @property
+    def multi_modal_data(self) -> Any: # the prompt's images; None: it has none
+        return self.inputs.get("multi_modal_data")
 
     @property
     def n_blocks(self) -> int: return cdiv(self.get_len(), self.block_size)
@@ -317,6 +323,9 @@ class SequenceGroup:
     @property
     def prompt_token_ids(self) -> list[int]:
         return self.first_seq.prompt_token_ids
+
+    @property
+    def multi_modal_data(self) -> Any: return self.first_seq.multi_modal_data
 
     @property
     def lora_int_id(self) -> int: return self.first_seq.lora_int_id
