@@ -4,6 +4,7 @@ Answers are transformers' own, token by token; whatever is wrong with a picture 
 """
 import base64
 import functools
+import gc
 import http.client
 import json
 import struct
@@ -11,10 +12,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 import zlib
 from types import SimpleNamespace
 
 import numpy as np
+import openai
 import pytest
 from mm_tiny import FAMILIES, Oracle, make_image
 from picture_server import PNG, picture, pretend, save, serve_pictures
@@ -148,7 +151,9 @@ def llava(folders, media_folder):
     limits = MediaLimits(timeout_s=1, max_bytes=100_000, max_pixels=1_000_000, max_request_pixels=2_000_000)
     media = MediaConnector(str(media_folder / "inside"), ["pictures.test", "inside.test", "mixed.test"], limits)
     engine = make_async_engine(EngineArgs(model=folders("llava"), limit_mm_per_prompt={"image": 4}, **ARGS))
-    with serve_in_thread(engine, media=media) as server: yield server
+    with serve_in_thread(engine, media=media) as server:
+        server.media = media
+        yield server
 
 
 @pytest.fixture
@@ -221,6 +226,37 @@ def test_second_question_finds_the_first_one_cached(llava, good):
     cached(image, text + "First?")
     assert cached(image, text + "Second?") >= 96
     assert cached(picture(78, 20, 20), text + "First?") < 16, "the same text behind another picture is another prompt"
+
+
+def test_pixels_are_let_go_while_an_answer_streams(llava, good, monkeypatch):
+    loaded, real = [], llava.media.load_all_async
+
+    async def load_all(urls):
+        images = await real(urls)
+        loaded.extend(weakref.ref(i) for i in images)
+        return images
+    monkeypatch.setattr(llava.media, "load_all_async", load_all)
+    body = json.dumps({"model": "tiny", "messages": [user(picture(), "?")], "max_tokens": 400, "ignore_eos": True, "stream": True})
+    connection = http.client.HTTPConnection(llava.url.removeprefix("http://"))
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    seen = 0
+    while seen < 20: seen += response.readline().startswith(b"data: {")
+    gc.collect()
+    assert len(loaded) == 1 and loaded[0]() is None and llava.server.running.names
+    connection.close()
+
+
+def test_openai_s_own_client(llava, good):
+    with openai.OpenAI(base_url=llava.url + "/v1", api_key="none", max_retries=0) as client:
+        def ask(url): return client.chat.completions.create(
+            model="tiny", max_tokens=6, temperature=0, extra_body={"ignore_eos": True}, messages=[
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url, "detail": "auto"}},
+                                             {"type": "text", "text": "What is it?"}]}])
+        told = ask(data_url(PNG))
+        assert told.usage.completion_tokens == 6
+        assert told.choices[0].message.content == chat(llava, user(picture(), "What is it?"))[1]["choices"][0]["message"]["content"]
+        with pytest.raises(openai.BadRequestError, match="none of PNG"): ask(data_url(b"%PDF"))
 
 
 # What is refused
@@ -384,8 +420,6 @@ def test_a_client_that_leaves_while_its_picture_is_fetched(llava, pictures, good
 def test_server_process(folders, media_folder):
     "As a user starts it: options, the core in another process, one end for all."
     inside = media_folder / "inside"
-    with pytest.raises(AssertionError, match="is not a folder"):
-        ServerProcess(folders("llava"), "--allowed-local-media-path", str(media_folder / "none"))
     with ServerProcess(folders("llava"), "--load-format", "auto", "--tokenizer", folders("llava"), "--engine", "v1",
                        "--limit-mm-per-prompt", "image=2", "--allowed-local-media-path", str(inside),
                        "--allowed-media-domains", "example.com", "127.0.0.1") as server:

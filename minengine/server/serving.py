@@ -313,6 +313,8 @@ class ServingContext:
         try:
             async for output in outputs:
                 if not begun: check_not_ignored(output, params)
+                # They are tensors by now; pixels are not kept for a stream.
+                prompt.pop("multi_modal_data", None)
                 begun = True
                 yield output
         except ValueError as error:
