@@ -14,6 +14,7 @@ from .drawing import bar
 from .drawing import chip
 from .drawing import colour_of
 from .drawing import columns
+from .drawing import label
 from .drawing import line
 from .drawing import panel
 from .drawing import stack
@@ -28,16 +29,18 @@ from .view import view_batch
 from .view import view_queues
 
 # %% ../nbs/90a_replay.ipynb #say-news
+def _names(names) -> str: return " ".join(map(label, names))
+
 def _say_news(step: StepRecord) -> str:
     "Put into words what was special about a step."
     found = []
-    if step.arrived: found.append("arrived " + " ".join(step.arrived))
+    if step.arrived: found.append("arrived " + _names(step.arrived))
     for how, word in (("recompute", "preempted"), ("swap", "swapped out")):
         names = [n for n, h in step.preempted.items() if h == how]
-        if names: found.append(f"{word} " + " ".join(names))
+        if names: found.append(f"{word} " + _names(names))
     if step.order and step.order.swap_in: found.append(
         f"{len(step.order.swap_in)} blocks swapped in")
-    if step.ended: found.append("ended " + " ".join(step.ended))
+    if step.ended: found.append("ended " + _names(step.ended))
     if step.failed: found.append(f"failed: {step.failed}")
     return "; ".join(found)
 
@@ -68,7 +71,7 @@ def view_steps(
             news = _say_news(step)
             lines.append(_step_line(i, parts, scale, used, news))
             rows.append([f"step {i}", " ".join(
-                f"{p.name}:{p.num_tokens}" for p in parts) or "nobody",
+                f"{label(p.name)} {p.num_tokens}" for p in parts) or "nobody",
                 f"{used} blocks", news])
         state.finish(step)
     title = f"{trace.engine}, step by step"
@@ -79,15 +82,16 @@ def view_steps(
                     " ".join(filter(None, row)) for row in rows))
 
 def _step_line(index, parts, scale, used, news):
-    boxes = [(f"{p.name}:{p.num_tokens}", p.num_tokens, colour_of(p.name))
+    boxes = [(f"{label(p.name)} {p.num_tokens}", p.num_tokens,
+              colour_of(p.name))
              for p in parts]
     left = scale - sum(p.num_tokens for p in parts)
     blank = f'<span style="flex:{left} 1 0"></span>' if left > 0 else ""
     drawn = bar(boxes).removesuffix("</div>") + blank + "</div>"
     words = f"{used} blocks" + (f"; {news}" if news else "")
     return line(f"step {index}", [
-        f'<div style="flex:1 1 260px;max-width:420px">{drawn}</div>',
-        f'<span style="flex:1 1 120px">{words}</span>'], "3.6em")
+        f'<div style="flex:3 1 150px;max-width:420px">{drawn}</div>',
+        f'<span style="flex:2 1 90px">{words}</span>'], "3.6em")
 
 # %% ../nbs/90a_replay.ipynb #life-cell
 WORDS = {"waiting": "·", "preempted": "×", "swapped": "s", "idle": "-"}
@@ -125,9 +129,9 @@ def view_lives(
         lived = {s.step: s for s in life_of(trace, name) if s.step in shown}
         if not lived: continue
         colour = colour_of(name)
-        rows.append([name, *(_life_word(lived[i]) if i in lived else ""
+        rows.append([label(name), *(_life_word(lived[i]) if i in lived else ""
                              for i in shown)])
-        html.append([chip(name, colour), *(
+        html.append([chip(label(name), colour), *(
             _life_cell(lived[i], colour) if i in lived else ""
             for i in shown)])
     title = f"{trace.engine}, request by request"
@@ -196,7 +200,7 @@ def view_step(
     if step.rows is not None: views.append(view_batch(
         state.batch(), state.batch_before()))
     if step.sampled:
-        came = [f"{name} → {' '.join(map(str, ids))}"
+        came = [f"{label(name)} → {' '.join(map(str, ids))}"
                 for name, ids in step.sampled.items()]
         views.append(View("sampled  " + ", ".join(came), line("sampled", [
             chip(word, colour_of(name)) for name, word
@@ -271,7 +275,7 @@ def film(
         state.plan(step)
         if i in shown:
             view = view_step(trace, i, state)
-            ran = " ".join(f"{p.name}:{p.num_tokens}" for p in (
+            ran = " ".join(f"{label(p.name)} {p.num_tokens}" for p in (
                 step.order.parts if step.order else ())) or "nobody"
             texts.append(view.text)
             opened = " open" if i == first else ""

@@ -140,8 +140,8 @@ class Trace(msgspec.Struct):
 def _apply(changes: Changes, tables: dict[str, list[int]], findable: set[int]):
     "Bring tables and findable blocks up to date."
     for c in changes.tables:
-        blocks = tables.pop(c.name, [])[:c.num_kept] + c.block_ids
-        if blocks: tables[c.name] = blocks
+        tables[c.name] = tables.get(c.name, [])[:c.num_kept] + c.block_ids
+        if not tables[c.name]: del tables[c.name]
     findable.difference_update(changes.lost)
     findable.update(changes.found)
 
@@ -176,8 +176,15 @@ class TraceState:
             self.previous_rows, self.rows = self.rows or [], step.rows
         for part in step.order.parts if step.order else ():
             self._request(part.name).num_computed_tokens = part.start
-            if part.num_cached_tokens: self._request(
-                part.name).num_cached_tokens = part.num_cached_tokens
+            self._note_hits(part)
+
+    def _note_hits(self, part):
+        # What is found again after a preemption was computed for it before.
+        r = self._request(part.name)
+        is_new = part.kind == "new" or (
+            part.kind == "prefill" and r.num_tokens == r.num_prompt_tokens)
+        if is_new and part.num_cached_tokens:
+            r.num_cached_tokens = part.num_cached_tokens
 
     def _note_statuses(self, step):
         for queue, names in self.queues.items():

@@ -17,6 +17,7 @@ from .drawing import bar
 from .drawing import beside
 from .drawing import chip
 from .drawing import colour_of
+from .drawing import label
 from .drawing import line
 from .drawing import panel
 from .drawing import stack
@@ -43,7 +44,7 @@ def _say_pool(pool: PoolSnapshot) -> str:
 
 def _short(names: list[str]) -> str:
     "Name the holders of one block in few letters."
-    shown = [name if len(name) < 5 else name[:3] + "…" for name in names]
+    shown = [n if len(n) < 5 else n[:3] + "…" for n in map(label, names)]
     if len(shown) < 3 and len("".join(shown)) < 5: return " ".join(shown)
     return f"{shown[0]}+{len(shown) - 1}" if len(shown) > 1 else shown[0]
 
@@ -82,7 +83,7 @@ def pool_tiles(pool: PoolSnapshot) -> str: # HTML
     for i in range(first, first + pool.num_blocks):
         names = held.get(i, [])
         share, hint = 1.0, f"block {i}"
-        if names: hint += f": held by {', '.join(names)}"
+        if names: hint += f": held by {', '.join(map(label, names))}"
         if i in filled and pool.block_size:
             share = filled[i] / pool.block_size
             hint += f", {filled[i]} of {pool.block_size} slots written"
@@ -152,7 +153,7 @@ def view_pool(
     lines = [pool_tiles(pool) if pool.num_blocks <= most_tiles
              else pool_map(pool)]
     if counts.keys() - {"?"}: lines.append(line("", _rest(
-        [chip(f"{name}: {n} block" + "s" * (n > 1), colour_of(name))
+        [chip(f"{label(name)}: {n} block" + "s" * (n > 1), colour_of(name))
          for name, n in islice(counts.items(), 24)], len(counts))))
     said = _say_pool(pool)
     return View(pool_text(pool), panel(pool.name, lines, said),
@@ -175,9 +176,9 @@ def view_tables(
             where = f"{at * size}–{(at + 1) * size - 1}" if size else str(at)
             boxes.append(tile(str(i), where, [colour_of(t.name)], share,
                               hint=f"positions {where} are in block {i}"))
-        who = chip(t.name, colour_of(t.name))
+        who = chip(label(t.name), colour_of(t.name))
         lines.append(line("", [who, *(boxes or [chip("no blocks")])]))
-        rows.append([t.name, " ".join(map(str, t.block_ids)) or "none"])
+        rows.append([label(t.name), " ".join(map(str, t.block_ids)) or "none"])
     below = "positions" if block_size else "place in the table"
     note = f"large: block; small: {below}"
     if len(tables) > most: note += f"; {len(tables) - most} more tables"
@@ -207,14 +208,14 @@ def view_free_queue(
 # %% ../nbs/90_view.ipynb #request-chip
 def request_chip(r: RequestSnapshot) -> str: # HTML
     "Draw a request as a box that is filled as far as it is computed."
-    hint = (f"{r.name}: {r.num_prompt_tokens} prompt tokens, "
+    hint = (f"{label(r.name)}: {r.num_prompt_tokens} prompt tokens, "
             f"{r.num_tokens - r.num_prompt_tokens} output, "
             f"{r.num_computed_tokens} computed, {r.status.lower()}")
     return chip(_say_request(r), colour_of(r.name),
                 r.num_computed_tokens / r.num_tokens, hint)
 
 def _say_request(r: RequestSnapshot) -> str:
-    return f"{r.name} {r.num_computed_tokens}/{r.num_tokens}"
+    return f"{label(r.name)} {r.num_computed_tokens}/{r.num_tokens}"
 
 def view_requests(requests: list[RequestSnapshot]) -> View:
     "Draw how far requests have come."
@@ -227,11 +228,11 @@ def view_requests(requests: list[RequestSnapshot]) -> View:
         words = (f"{r.num_prompt_tokens} prompt tokens, {output} output, "
                  f"{r.status.lower()}")
         colour = colour_of(r.name)
-        lines += [line("", [chip(r.name, colour), words]), bar([
+        lines += [line("", [chip(label(r.name), colour), words]), bar([
             (f"{found} found", found, NEUTRAL),
             (f"{done} computed", done, colour),
             (f"{left} to compute", left, None)])]
-        rows.append([r.name, words, f"{found} found, {done} computed, "
+        rows.append([label(r.name), words, f"{found} found, {done} computed, "
                      f"{left} to compute"])
     text = text_table(rows)
     return View(text, "".join(lines), text)
@@ -285,7 +286,8 @@ def _say_moves(order: OrderSnapshot) -> dict[str, str]:
             ("copy", order.copies, "", "")):
         if pairs: found[name] = ", ".join(
             f"{a} {i} → {b} {j}".strip() for i, j in pairs[:16])
-    if order.finished: found["forget"] = " ".join(order.finished)
+    if order.finished: found["forget"] = " ".join(
+        map(label, order.finished))
     return found
 
 # %% ../nbs/90_view.ipynb #view-order
@@ -299,21 +301,21 @@ def view_order(
     num, moves = order.num_tokens, _say_moves(order)
     spent = f"{num:,} tokens" + (f" of {budget:,}" if budget else "")
     title, parts = f"{order.engine} step", order.parts[:most]
-    parts_bar = [(f"{p.name}:{p.num_tokens}", p.num_tokens, colour_of(p.name))
-                 for p in order.parts]
+    parts_bar = [(f"{label(p.name)} {p.num_tokens}", p.num_tokens,
+                  colour_of(p.name)) for p in order.parts]
     if budget: parts_bar.append((f"{budget - num} left", budget - num, None))
     lines = [bar(parts_bar)] + [
-        line("", [chip(p.name, colour_of(p.name)), _say_part(p)])
+        line("", [chip(label(p.name), colour_of(p.name)), _say_part(p)])
         for p in parts]
     if len(order.parts) > most: lines.append(
         line("", _rest([""] * most, len(order.parts))[most:]))
     lines += [line(name, [words]) for name, words in moves.items()]
-    rows = [[p.name, str(p.num_tokens), _say_part(p)] for p in parts]
+    rows = [[label(p.name), str(p.num_tokens), _say_part(p)] for p in parts]
     rows += [[name, "", words] for name, words in moves.items()]
     if not order.parts: rows.append(["nobody runs"])
     return View(f"{title}, {spent}\n{text_table(rows)}",
                 panel(title, lines, spent), f"{title}, {spent}: " + ", ".join(
-                    f"{p.name} {p.num_tokens} {p.kind}" for p in parts))
+                    f"{label(p.name)} {p.num_tokens} {p.kind}" for p in parts))
 
 # %% ../nbs/90_view.ipynb #view-batch
 CHANGES = {"stayed": "=", "came": "+", "went": "−"}
@@ -332,14 +334,14 @@ def view_batch(
         blocks = f"{r.num_blocks} block" + "s" * (r.num_blocks != 1)
         sign = CHANGES.get(words, "↑" if words else "")
         lines.append(line(f"row {i}", [
-            chip(f"{r.name} {counts}", colour_of(r.name),
+            chip(f"{label(r.name)} {counts}", colour_of(r.name),
                  r.num_computed_tokens / max(r.num_tokens, 1)),
             blocks, chip(f"{sign} {words}") if words else ""], "3.6em"))
-        rows.append([f"row {i}", r.name, counts, blocks, words])
+        rows.append([f"row {i}", label(r.name), counts, blocks, words])
     gone = [name for name, what in changes.items() if what == "went"]
     if gone: lines.append(line("went", [
-        chip(name, colour_of(name)) for name in gone], "3.6em"))
-    if gone: rows.append(["went", " ".join(gone)])
+        chip(label(name), colour_of(name)) for name in gone], "3.6em"))
+    if gone: rows.append(["went", " ".join(map(label, gone))])
     said = f"{len(batch.rows)} of {batch.max_num_reqs} rows in use"
     return View(f"Persistent batch, {said}\n{text_table(rows)}",
                 panel("Persistent batch", lines, said),
