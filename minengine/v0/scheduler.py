@@ -80,10 +80,12 @@ def make_metadata(
     if is_prompt := group.is_prefill():
         end = seqs[0].get_num_computed_tokens() + num_tokens
         do_sample = end >= seqs[0].get_len()
+    # Decodes look at what the cache holds, not at images.
+    images = group.multi_modal_data if is_prompt else None
     return SequenceGroupMetadata(
         group.request_id, is_prompt, seq_data, group.sampling_params,
         block_tables, do_sample, num_tokens, computed_block_nums,
-        group.state, group.lora_request)
+        group.state, group.lora_request, images)
 
 # %% ../../nbs/23_v0_scheduler.ipynb #settle-hits
 def settle_hits(
