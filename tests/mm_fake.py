@@ -61,6 +61,10 @@ class FakeModel:
             outputs.append(torch.stack([-torch.ones(n), item["identity"].float().expand(n), torch.arange(n).float()], -1))
         return outputs
 
+    def largest_image(self, model_config): return image_item(0, 9)
+
+    def num_image_tokens(self, model_config, item): return item["length"]
+
     def get_mrope_input_positions(self, prompt_token_ids, items, mm_positions):
         assert [item["length"] for item in items] == [p.length for p in mm_positions]
         return mrope(len(prompt_token_ids), mm_positions)

@@ -303,6 +303,18 @@ def test_a_cache_that_holds_one_image(family):
         assert core.runner.images.outputs.num_rows <= longest
 
 
+def test_the_largest_image_and_the_memory_of_the_largest_step(family, monkeypatch):
+    core = Core(family, max_num_batched_tokens=256)
+    config, model, calls = core.core.vllm_config.model_config, core.runner.model, []
+    item, longest = model.largest_image(config), model.max_image_tokens(config)
+    assert model.num_image_tokens(config, item) == longest
+    rows, = model.get_multimodal_embeddings([item])
+    assert rows.shape == (longest, config.hidden_size)
+    monkeypatch.setattr(model, "get_multimodal_embeddings", lambda items: calls.append(len(items)))
+    core.runner.profile_run()
+    assert calls == [256 // longest] and core.runner.images.outputs.num_rows == 0
+
+
 def test_compiled_pieces_are_refused_by_name(family):
     with pytest.raises(ValueError, match="runs eager in V1, choose level 0"): Core(family, compilation_config=3)
 

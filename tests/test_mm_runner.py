@@ -376,6 +376,7 @@ def test_profile_run_holds_a_full_cache():
     engine.runner.run_model = lambda ids, positions, embeds: seen.append((ids, positions, embeds)) or torch.zeros(len(embeds), 97)
     engine.model.compute_logits = lambda hidden: hidden
     engine.runner.profile_run()
+    assert engine.model.calls == [[0, 0, 0]]   # 32 rows a step: three of the largest, of nine rows
     ids, positions, embeds = seen[0]
     assert ids is None and embeds.shape == (32, 3) and positions.shape == (32,)
     assert embeds.untyped_storage().nbytes() >= (500 + 32) * 3 * 4

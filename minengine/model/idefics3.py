@@ -177,6 +177,23 @@ class Idefics3ForConditionalGeneration(SupportsMultiModal):
                              f"got {tuple(mask.shape)}")
         return len(ids)
 
+    @classmethod
+    def largest_image(cls,
+        model_config: ModelConfig,
+    ) -> dict: # an image item, black
+        "What takes the tower most memory: as many tiles as there can be."
+        hf, length = (model_config.hf_config,
+                      cls.max_image_tokens(model_config))
+        edge, tile = tile_settings(model_config)
+        per_tile = tokens_per_tile(hf, tile, tile)
+        side = cdiv(min(edge + edge % 2, MAX_EDGE), tile)
+        n = min(side ** 2 + (side > 1), max(length // per_tile, 1))
+        ids = torch.full([length], hf.image_token_id)
+        ids[n * per_tile:] = 0   # words between tiles, whichever
+        channels = getattr(hf.vision_config, "num_channels", 3)
+        return {"pixel_values": torch.zeros(n, channels, tile, tile),
+                "span_token_ids": ids}
+
     def embed_images(self,
         items: list[dict], # image items whose tiles have one size
     ) -> list[Tensor]:     # [length, hidden_size] each

@@ -129,6 +129,15 @@ class LlavaForConditionalGeneration(SupportsMultiModal):
             f"the tower takes pixel_values {wanted}, got {shape}")
         return num_llava_tokens(model_config.hf_config)
 
+    @classmethod
+    def largest_image(cls,
+        model_config: ModelConfig,
+    ) -> dict: # an image item, black
+        "What takes the tower most memory: any image."
+        vision = model_config.hf_config.vision_config
+        side, channels = vision.image_size, getattr(vision, "num_channels", 3)
+        return {"pixel_values": torch.zeros(1, channels, side, side)}
+
     def embed_images(self,
         items: list[dict], # image items
     ) -> list[Tensor]:     # [length, hidden_size] each

@@ -333,6 +333,18 @@ class Qwen2_5_VLForConditionalGeneration(SupportsMultiModal):
         rows, columns = grid_of(item, model_config.hf_config.vision_config)
         return rows * columns
 
+    @classmethod
+    def largest_image(cls,
+        model_config: ModelConfig,
+    ) -> dict: # an image item, black
+        "What takes the tower most memory; nearly square where that divides."
+        c = model_config.hf_config.vision_config
+        n, m = cls.max_image_tokens(model_config), c.spatial_merge_size
+        rows = max(i for i in range(1, math.isqrt(n) + 1) if not n % i)
+        size = c.in_channels * c.temporal_patch_size * c.patch_size ** 2
+        return {"pixel_values": torch.zeros(n * m * m, size),
+                "image_grid_thw": torch.tensor([1, rows * m, n // rows * m])}
+
     def shape_of(self, item: dict) -> tuple[int, int]: # equal: one tower call
         "Rows and columns of tokens."
         return grid_of(item, self.vision_config)

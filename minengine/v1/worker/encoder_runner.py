@@ -138,18 +138,20 @@ class EncoderOutputs:
         assert idle == set(self.idle), f"idle {idle}, listed {self.idle}"
 
 # %% ../../../nbs/73_v1_encoder_runner.ipynb #run-encoder
+def _on_device(item, device):
+    "An item with its tensors on the device."
+    return {name: x.to(device, non_blocking=True) if torch.is_tensor(x) else x
+            for name, x in item.items()}
+
 def run_encoder(
     model: Any, # has `get_multimodal_embeddings`
     images: Iterable[tuple[CachedRequestState, int]], # request, which image
     device: torch.device | str = "cpu",
 ) -> list[Tensor]: # of each image: [length, hidden_size], memory of its own
     "Encode images; `ValueError` names the one whose rows do not fit its span."
-    images, on_device = list(images), []
-    for state, i in images:
-        on_device.append({
-            name: x.to(device, non_blocking=True) if torch.is_tensor(x) else x
-            for name, x in state.mm_inputs[i].items()})
-    outputs = model.get_multimodal_embeddings(on_device)
+    images = list(images)
+    outputs = model.get_multimodal_embeddings(
+        [_on_device(state.mm_inputs[i], device) for state, i in images])
     if len(outputs) != len(images): raise ValueError(
         f"{len(outputs)} encoder outputs for {len(images)} images")
     for (state, i), output in zip(images, outputs):
@@ -202,7 +204,7 @@ class EncoderRunner:
         model: Any, # has `get_multimodal_embeddings`, `get_input_embeddings`
         device: torch.device | str = "cpu",
     ):
-        self.model, self.device = model, device
+        self.vllm_config, self.model, self.device = vllm_config, model, device
         limits = vllm_config.scheduler_config
         self.outputs = EncoderOutputs(limits.encoder_cache_size)
         self.mrope = None
@@ -280,13 +282,21 @@ class EncoderRunner:
         input_ids: Tensor, # of the largest step
         positions: Tensor,
     ) -> tuple[None, Tensor, Tensor]: # as `model_inputs`
-        "The most memory that images can take: a full cache beside the step."
+        "The most memory that images can take: the tower's, then a full cache."
+        self._profile_tower()
         words = self.model.get_input_embeddings(input_ids)
         full = words.new_zeros(self.outputs.capacity + len(words),
                                words.shape[1])
         if self.mrope: positions = positions.expand(3, -1)
         # A part of it keeps all of it, until the step is done.
         return None, positions, full[:len(words)].copy_(words)
+
+    def _profile_tower(self):
+        config = self.vllm_config.model_config
+        limit = self.vllm_config.scheduler_config.max_num_encoder_input_tokens
+        item = _on_device(self.model.largest_image(config), self.device)
+        num_images = limit // self.model.num_image_tokens(config, item)
+        self.model.get_multimodal_embeddings([item] * max(num_images, 1))
 
     def check_invariants(self):
         "Raise `AssertionError` if the books are wrong."
