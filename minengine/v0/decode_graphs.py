@@ -43,11 +43,13 @@ class DecodeBuffers:
         most: int,  # rows
         width: int, # blocks of the longest sequence
         device: str | torch.device = "cpu",
+        uses_mrope: bool = False, # True: three positions for each row
     ):
         def full(value, *shape, dtype=torch.int32):
             return torch.full(shape, value, dtype=dtype, device=device)
         self.input_ids = full(0, most)
-        self.positions = full(0, most, dtype=torch.int64)
+        shape = (3, most) if uses_mrope else (most,)
+        self.positions = full(0, *shape, dtype=torch.int64)
         self.seq_lens = full(1, most)
         self.block_table = full(0, most, width)
         self.slot_mapping = full(-1, most, dtype=torch.int64)
@@ -61,7 +63,7 @@ class DecodeBuffers:
         "Copy a step in, in place; what lies behind it stays as it was."
         metadata, rows = model_input.attn_metadata, len(model_input.input_tokens)
         self.input_ids[:rows] = model_input.input_tokens
-        self.positions[:rows] = model_input.input_positions
+        self.positions[..., :rows] = model_input.input_positions
         self.seq_lens[:rows] = metadata.seq_lens
         self.slot_mapping[:rows] = metadata.slot_mapping
         # Blocks for later tokens may stick out; none of them is read yet.
@@ -72,7 +74,7 @@ class DecodeBuffers:
         rows: int, # of a recorded size
     ) -> tuple[Tensor, ...]: # ids, positions, starts, lengths, tables, slots
         "The memory of a step, always the same for the same size."
-        return (self.input_ids[:rows], self.positions[:rows],
+        return (self.input_ids[:rows], self.positions[..., :rows],
                 self.query_start_loc[:rows + 1], self.seq_lens[:rows],
                 self.block_table[:rows], self.slot_mapping[:rows])
 
@@ -107,7 +109,8 @@ class DecodeGraphs:
         self.backend = make_graph_backend(device)
         self.graphs = SizedGraphs(self._step, self.backend)
         self.buffers = DecodeBuffers(
-            sizes[-1], -(-max_seq_len // block_size), device)
+            sizes[-1], -(-max_seq_len // block_size), device,
+            getattr(model, "uses_mrope", False))
 
     def _step(self, input_ids, positions, starts, lens, tables, slots, *pools):
         metadata = decode_metadata(

@@ -121,7 +121,7 @@ def make_attention_metadata(
 class ModelInput:
     "Everything that a forward pass needs, as tensors made for this step."
     input_tokens: Tensor     # int32 [rows]
-    input_positions: Tensor  # int64 [rows]
+    input_positions: Tensor  # int64 [rows]; with M-RoPE [3, rows]
     attn_metadata: AttentionMetadata
     num_seqs: int            # real ones; the rest is padding
     selected_token_indices: Tensor  # int64, hidden rows to look at
@@ -129,6 +129,10 @@ class ModelInput:
     sampling_metadata: SamplingMetadata | None = None
     told: list[SequenceGroupMetadata] = field(default_factory=list)
     sequences: dict[int, SequenceInput] = field(default_factory=dict)
+    # Page 74 fills these in: images for the tower, and their rows.
+    multi_modal_kwargs: list[dict] | None = None
+    placeholder_map: list[tuple] | None = None
+    position_deltas: Tensor | None = None  # M-RoPE: int64 [num_seqs]
 
 # %% ../../nbs/25_v0_model_runner.ipynb #make-model-input
 def make_model_input(
@@ -235,6 +239,13 @@ def _check_order(told):
     if kinds != sorted(kinds, reverse=True):
         raise ValueError(f"prefills must come before decodes, got {kinds}")
 
+# %% ../../nbs/25_v0_model_runner.ipynb #image-runner
+def _make_image_runner(model, device) -> Any: # None: the model reads words
+    if not getattr(model, "supports_multimodal", False): return None
+    # Only here: a text model needs nothing of that page.
+    from minengine.v0.images import ImageRunner
+    return ImageRunner(model, device)
+
 # %% ../../nbs/25_v0_model_runner.ipynb #model-runner
 MAX_LOGITS = 1 << 24  # numbers held when prompts are scored: 64 MiB
 
@@ -256,6 +267,7 @@ class ModelRunner:
         generator = torch.Generator(self.device).manual_seed(config.seed)
         self.sampler = Sampler(generator)
         self.decode_graphs: Any = None  # `DecodeGraphs`, or none
+        self.images = _make_image_runner(model, self.device)
         # By request id, until it is finished: all that is remembered.
         self.generators: dict[str, dict[int, torch.Generator]] = {}
         self.processors: dict[str, list[Callable]] = {}
@@ -276,8 +288,10 @@ class ModelRunner:
         num_rows = len(sequences)
         if not told[0].is_prompt: num_rows = self.num_decode_rows(
             num_rows, max(s.seq_len for s in sequences))
-        return make_model_input(
+        model_input = make_model_input(
             told, sequences, num_rows - len(sequences), sampling, self.device)
+        if self.images: self.images.prepare(model_input)
+        return model_input
 
     def num_decode_rows(self,
         num_seqs: int,    # that decode
@@ -300,13 +314,15 @@ class ModelRunner:
     ) -> Tensor:                 # [rows, hidden_size]
         "Run the model, or replay it; keys and values are written."
         graphs, metadata = self.decode_graphs, model_input.attn_metadata
-        if graphs is not None and kv_caches:
+        sees = bool(model_input.placeholder_map)
+        if graphs is not None and kv_caches and not sees:
             hidden = graphs(model_input, kv_caches)
             if hidden is not None: return hidden
         if not kv_caches: metadata = None
+        inputs = model_input.input_tokens, model_input.input_positions
+        if sees: inputs = self.images.model_inputs(model_input)
         with set_forward_context(metadata, kv_caches, self.backend):
-            return self.run_model(
-                model_input.input_tokens, model_input.input_positions)
+            return self.run_model(*inputs)
 
     @torch.inference_mode()
     def run(self,

@@ -66,10 +66,13 @@ def next_model_input(
     positions, rest = last.seq_lens[:num_seqs].long(), num_rows - num_seqs
     # A burst may run past the window; what it draws there is thrown away.
     if last_position is not None: positions = positions.clamp(max=last_position)
+    deltas = model_input.position_deltas   # behind images, with M-RoPE
+    if deltas is not None: positions = (positions + deltas).expand(3, -1)
     return ModelInput(
         pad(token_ids.int(), (0, rest)), pad(positions, (0, rest)),
         advance_metadata(last, num_seqs, num_rows, block_size), num_seqs,
-        torch.arange(num_seqs, device=positions.device), sampling)
+        torch.arange(num_seqs, device=positions.device), sampling,
+        position_deltas=deltas)
 
 # %% ../../nbs/25b_v0_multi_step.ipynb #decode-sampling
 def decode_sampling(

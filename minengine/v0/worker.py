@@ -179,6 +179,7 @@ class WorkerInput:
 _MOVES = tuple(WorkerInput.__slots__)
 _MODEL_INPUT = ("input_tokens", "input_positions", "num_seqs",
                 "selected_token_indices")
+_OF_IMAGES = "multi_modal_kwargs", "placeholder_map", "position_deltas"
 _METADATA = ("num_tokens", "query_start_loc", "seq_lens", "block_table",
              "slot_mapping", "max_query_len", "max_seq_len")
 
@@ -189,9 +190,12 @@ def as_tensor_dict(
     "Lay open what another worker needs to do the same step."
     parts = [(worker_input, _MOVES)]
     if model_input is not None: parts += [
-        (model_input, _MODEL_INPUT), (model_input.attn_metadata, _METADATA)]
-    return {name: getattr(part, name)
-            for part, names in parts for name in names}
+        (model_input, _MODEL_INPUT), (model_input, _OF_IMAGES),
+        (model_input.attn_metadata, _METADATA)]
+    found = {name: getattr(part, name)
+             for part, names in parts for name in names}
+    # Most steps have no images.
+    return {name: x for name, x in found.items() if x is not None}
 
 # %% ../../nbs/26_v0_worker.ipynb #from-tensor-dict
 def from_tensor_dict(
@@ -202,7 +206,8 @@ def from_tensor_dict(
     if "input_tokens" not in found: return worker_input, None
     metadata = AttentionMetadata(**{name: found[name] for name in _METADATA})
     return worker_input, ModelInput(
-        attn_metadata=metadata, **{name: found[name] for name in _MODEL_INPUT})
+        attn_metadata=metadata, **{name: found[name] for name in _MODEL_INPUT},
+        **{name: found.get(name) for name in _OF_IMAGES})
 
 # %% ../../nbs/26_v0_worker.ipynb #worker
 class Worker(WorkerBase):
