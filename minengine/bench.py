@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PROMPT_TOKENS', 'OUTPUT_TOKENS', 'BLOCK_SIZE', 'BLOCKS_PER_REQUEST', 'MODES', 'make_loaded_scheduler', 'fake_output',
            'V0Loop', 'time_decode_steps', 'bench_scheduler', 'print_row', 'run_transformers', 'run_minengine',
-           'bench_throughput', 'summarise_pairs', 'PartTimer', 'split_step', 'bench_steps', 'bench_processes',
-           'compare_modes', 'make_report', 'device_name', 'cpu_name', 'make_parser', 'main']
+           'bench_throughput', 'summarise_pairs', 'PartTimer', 'split_step', 'bench_steps', 'time_parts',
+           'bench_processes', 'compare_modes', 'make_report', 'device_name', 'cpu_name', 'make_parser', 'main']
 
 # %% ../nbs/91_bench.ipynb #export-imports
 import argparse
@@ -288,20 +288,23 @@ def summarise_pairs(
 class PartTimer:
     "Adds up the time that is spent inside some methods of an engine."
 
-    def __init__(self):
+    def __init__(self,
+        clock: Callable | None = None, # tells seconds; None: the wall's
+    ):
         self.seconds: dict[str, float] = {} # inner calls included
+        self.clock = clock or time.perf_counter
 
     def wrap(self,
         owner: Any, # an object; its method gets a clock
         name: str,  # of the method, or of a callable attribute
     ):
         "Put a clock around a method, under its own name."
-        call = getattr(owner, name)
+        call, now = getattr(owner, name), self.clock
         self.seconds[name] = 0.0
         def timed(*args, **kwargs):
-            start = time.perf_counter()
+            start = now()
             try: return call(*args, **kwargs)
-            finally: self.seconds[name] += time.perf_counter() - start
+            finally: self.seconds[name] += now() - start
         setattr(owner, name, timed)
 
     def clear(self):
@@ -355,7 +358,7 @@ def bench_steps(
     rows, engines = [], [engine] if isinstance(engine, str) else engine
     for name, batch in product(engines, batches):
         llm = LLM(model, engine=name, **engine_args)
-        parts = _time_parts(llm, batch, prompt_tokens, output_tokens)
+        parts = time_parts(llm, batch, prompt_tokens, output_tokens)
         llm.shutdown()
         for part, seconds in parts.items():
             rows.append({
@@ -365,9 +368,16 @@ def bench_steps(
             print_row(rows[-1])
     return rows
 
-def _time_parts(llm, batch, prompt_tokens, output_tokens) -> dict:
-    "Seconds of a decode step, by part."
-    engine, rng, timer = llm.llm_engine, Random(0), PartTimer()
+# %% ../nbs/91_bench.ipynb #time-parts
+def time_parts(
+    llm: Any,            # idle; it keeps the clocks, so use it for this only
+    batch: int,          # requests that decode together
+    prompt_tokens: int,  # of each
+    output_tokens: int,  # of each
+    clock: Callable | None = None, # tells seconds; None: the wall's
+) -> dict[str, float]:   # seconds of a decode step, by part
+    "Time the parts of the steps in which all requests decode."
+    engine, rng, timer = llm.llm_engine, Random(0), PartTimer(clock)
     vocab_size = llm.vllm_config.model_config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=output_tokens,
                             ignore_eos=True)
