@@ -158,10 +158,11 @@ def process(source: str, target: str):
 
 
 def process_all(pages: list[Page], proc: Path, workers: int):
-    "All pages, each in a process that has seen few others."
+    "All pages, in a few processes."
+    import docs   # by this name: a page's shell takes the place of `__main__`
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        jobs = {p: pool.submit(process, str(p.source), str(proc / f"{p.name}.ipynb")) for p in pages}
+        jobs = {p: pool.submit(docs.process, str(p.source), str(proc / f"{p.name}.ipynb")) for p in pages}
         for page, job in jobs.items():
             try: job.result()
             except Exception as error: sys.exit(f"{page.source.name}: {error}")
@@ -364,8 +365,8 @@ def drop_foreign_fonts(docs: Path):
         path.write_text(re.sub(r"@import\s+url\([^)]*https?:[^)]*\)\s*;?", "", path.read_text()))
 
 
-def build(out: Path, workers: int = 2):
-    "The whole site, into `out`."
+def build(out: Path, workers: int = 2, draft: bool = False):
+    "The whole site, into `out`; a draft may have links into pages that are still to come."
     from smalldocs.site import build as render
     config, pages, modules = settings(), read_pages(), docs_api.read_package(ROOT)
     blob = f"{config['git_url']}/blob/{config['branch']}"
@@ -387,7 +388,8 @@ def build(out: Path, workers: int = 2):
         write_search(docs, parts)
         finish(docs, pages, names, parts, blob)
         problems = site.warnings + check_links(docs)
-        if problems: sys.exit("\n".join(problems) + f"\n{len(problems)} problems")
+        for problem in problems: print(problem, file=sys.stderr)
+        if problems and not draft: sys.exit(f"{len(problems)} problems")
         (docs / ".nojekyll").touch()
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(docs, out)
@@ -398,8 +400,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "_docs", help="folder of the site; it is replaced")
     parser.add_argument("--workers", type=int, default=2, help="processes for nbdev's part")
+    parser.add_argument("--draft", action="store_true", help="write the site in spite of broken links")
     args = parser.parse_args()
-    build(args.out.resolve(), args.workers)
+    build(args.out.resolve(), args.workers, args.draft)
 
 
 if __name__ == "__main__": main()

@@ -30,7 +30,8 @@
     overflowing: wide.slice(0, 5).map(name),
     broken: pictures.filter((i) => !(i.complete && i.naturalWidth > 0)).map((i) => i.src.slice(0, 80)),
     silent: pictures.filter((i) => !i.alt.trim()).map((i) => i.src.slice(0, 80))
-      .concat([...document.querySelectorAll("main svg")].filter((s) => !s.parentElement.closest("svg") && !named(s)).map(name)),
+      .concat([...document.querySelectorAll("main svg")].filter((s) => !s.parentElement.closest("svg") && !named(s)).map(name))
+      .concat([...document.querySelectorAll("main [role='figure'], main [role='img']")].filter((e) => e.tagName !== "svg" && !named(e)).map(name)),
     repeated: [...new Set(ids.filter((id, i) => ids.indexOf(id) !== i))],
     words: document.querySelector("main")?.innerText.trim().split(/\s+/).length || 0,
   };
