@@ -1,4 +1,5 @@
 """Prompts with images become tokens and tensors: as transformers does it, and nothing is left of what is refused."""
+import asyncio
 import base64
 import io
 from collections import Counter
@@ -21,6 +22,7 @@ from minengine.multimodal.processor import (
     MultiModalProcessor, check_aspect, expand_placeholders, load_images, merge_options, mm_hash, tile_text)
 from minengine.sampling_params import SamplingParams
 from minengine.tokenizer import get_tokenizer
+from minengine.v1.engine.async_llm import AsyncLLM
 from minengine.v1.engine.processor import Processor
 from minengine.v1.messages import PlaceholderRange
 
@@ -550,3 +552,33 @@ def test_words_between_tiles_equal_transformers(families):
     for rows, columns in ((0, 0), (1, 1), (1, 4), (3, 2)):
         wanted = theirs.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, image_idx=0)
         assert tile_text(rows, columns, theirs.image_seq_len) == wanted
+
+
+def test_many_at_once_with_an_event_loop(families, answers):
+    # A cache for two images: everybody evicts everybody, some are refused, somebody resets.
+    llava = families("llava")
+    one = sum(t.nbytes for t in llava.processor().process("<image>", [make_image()]).mm_inputs[0].values())
+    args = EngineArgs(model=llava.folder, num_gpu_blocks_override=64, use_tqdm_on_load=False, enable_multiprocessing=True,
+                      mm_processor_cache_gb=2.5 * one / 2**30)
+    async def ask(engine, i):
+        prompt, images = prompts()[i % 5]
+        if i % 11 == 7: prompt += "<image>"
+        outs = [o async for o in engine.generate(with_image(prompt, *images), GREEDY, f"r{i}")]
+        return outs[-1].outputs[0].token_ids
+    async def story():
+        engine = AsyncLLM.from_engine_args(args)
+        try:
+            async def reset():
+                for _ in range(3):
+                    await asyncio.sleep(0.05)
+                    await engine.reset_mm_cache()
+            *got, _ = await asyncio.gather(*[ask(engine, i) for i in range(60)], reset(), return_exceptions=True)
+            await engine.check_health()
+            engine.engine_core.mm_cache.check_invariants()
+            await engine.engine_core.call_utility_async("check_invariants")
+            assert len(engine.engine_core.mm_cache.sizes) <= 2 and engine.engine_core.mm_cache.num_left_out
+            return got
+        finally: engine.shutdown()
+    for i, got in enumerate(asyncio.run(story())):
+        if i % 11 == 7: assert isinstance(got, ValueError) and "image placeholders" in str(got)
+        else: assert got == answers[i % 5], i
