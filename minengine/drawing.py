@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PALETTE', 'NEUTRAL', 'FONT', 'BOX', 'TILE', 'STRIPES', 'colour_of', 'pale', 'label', 'View', 'fill', 'chip', 'line',
-           'panel', 'tile', 'bar', 'beside', 'stack', 'scrolling', 'columns', 'text_table']
+           'words', 'panel', 'tile', 'bar', 'beside', 'stack', 'scrolling', 'columns', 'text_table']
 
 # %% ../nbs/89_drawing.ipynb #export-imports
 import zlib
@@ -105,7 +105,11 @@ def line(
     if head: head = (f'<span style="min-width:{width};opacity:.8">'
                      f"{escape(head)}</span>")
     return ('<div style="display:flex;flex-wrap:wrap;align-items:center;'
-            f'gap:4px;margin:4px 0">{head}{" ".join(boxes)}</div>')
+            f'gap:4px;margin:3px 0">{head} {" ".join(boxes)}</div>')
+
+def words(text: str) -> str: # HTML
+    "Put words next to boxes; they wrap beside them, not below."
+    return f'<span style="flex:1 1 160px;min-width:0">{escape(text)}</span>'
 
 def panel(
     title: str,
@@ -161,7 +165,7 @@ def bar(
             f"text-align:center;overflow:hidden;white-space:nowrap;"
             f'{style}" title="{escape(text)}">{escape(text)}</span>')
     return (f'<div style="display:flex;gap:1px;line-height:{height}px;'
-            f'margin:4px 0;max-width:640px">{" ".join(boxes)}</div>')
+            f'margin:2px 0;max-width:640px">{" ".join(boxes)}</div>')
 
 # %% ../nbs/89_drawing.ipynb #beside
 def beside(

@@ -8,6 +8,7 @@ __all__ = ['WORDS', 'PART_COLOURS', 'view_steps', 'view_lives', 'mean_times', 'v
 
 # %% ../nbs/90a_replay.ipynb #export-imports
 from collections import Counter
+from html import escape
 
 from .drawing import View
 from .drawing import bar
@@ -88,10 +89,10 @@ def _step_line(index, parts, scale, used, news):
     left = scale - sum(p.num_tokens for p in parts)
     blank = f'<span style="flex:{left} 1 0"></span>' if left > 0 else ""
     drawn = bar(boxes).removesuffix("</div>") + blank + "</div>"
-    words = f"{used} blocks" + (f"; {news}" if news else "")
+    said = f"{used} blocks" + (f"; {news}" if news else "")
     return line(f"step {index}", [
         f'<div style="flex:3 1 150px;max-width:420px">{drawn}</div>',
-        f'<span style="flex:2 1 90px">{words}</span>'], "3.6em")
+        f'<span style="flex:2 1 90px">{escape(said)}</span>'], "3.6em")
 
 # %% ../nbs/90a_replay.ipynb #life-cell
 WORDS = {"waiting": "·", "preempted": "×", "swapped": "s", "idle": "-"}
@@ -100,7 +101,7 @@ def _life_cell(s: LifeStep, colour: str) -> str: # HTML
     "Draw what one request did in one step."
     hint = f"step {s.step}: {s.what}" + (
         f", {s.num_tokens} tokens" if s.num_tokens else "") + (
-        f", ended: {s.ended}" if s.ended else "")
+        f", ended: {escape(s.ended)}" if s.ended else "")
     end = "border-right:4px solid currentColor;" if s.ended else ""
     if not s.num_tokens: return (
         f'<span title="{hint}" style="{end}padding:0 4px">'
@@ -279,7 +280,7 @@ def film(
                 step.order.parts if step.order else ())) or "nobody"
             texts.append(view.text)
             opened = " open" if i == first else ""
-            parts.append(f"<details{opened}><summary>step {i}: {ran}"
+            parts.append(f"<details{opened}><summary>step {i}: {escape(ran)}"
                          f"</summary>{view._repr_html_()}</details>")
         state.finish(step)
     return View("\n\n".join(texts), "".join(parts),

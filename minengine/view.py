@@ -23,6 +23,7 @@ from .drawing import panel
 from .drawing import stack
 from .drawing import text_table
 from .drawing import tile
+from .drawing import words
 from .snapshot import LOOKS
 from .snapshot import BatchSnapshot
 from .snapshot import FreeQueueSnapshot
@@ -57,11 +58,11 @@ def pool_text(
     title, held = f"{pool.name}, {_say_pool(pool)}", pool.holders()
     if pool.num_blocks > most: return title
     first, kept = pool.first_block_id, set(pool.findable)
-    words = [_short(held[i]).replace(" ", "+") if i in held else
+    cells = [_short(held[i]).replace(" ", "+") if i in held else
              "~" if i in kept else "·"
              for i in range(first, first + pool.num_blocks)]
-    rows = [[str(first + i), *words[i:i + width]]
-            for i in range(0, len(words), width)]
+    rows = [[str(first + i), *cells[i:i + width]]
+            for i in range(0, len(cells), width)]
     return f"{title}\n{text_table(rows)}\n~ cached  · free"
 
 # %% ../nbs/90_view.ipynb #pool-tiles
@@ -199,10 +200,10 @@ def view_free_queue(
     total = f"{len(ids):,} free blocks, {len(kept):,} of them cached"
     html = panel("Free queue", [line("", [
         "overwritten next →", *_rest(tiles, len(ids)), "← freed last"])], total)
-    words = [f"{i}~" if i in kept else str(i) for i in ids[:most]]
+    told = [f"{i}~" if i in kept else str(i) for i in ids[:most]]
     more = " …" if len(ids) > most else ""
     return View(f"Free queue, {total}; overwritten next: "
-                f"{' '.join(words)}{more}", html,
+                f"{' '.join(told)}{more}", html,
                 f"Free queue: {total}; the next is {(ids or ['none'])[0]}.")
 
 # %% ../nbs/90_view.ipynb #request-chip
@@ -225,17 +226,26 @@ def view_requests(requests: list[RequestSnapshot]) -> View:
         found = min(r.num_cached_tokens, r.num_computed_tokens)
         done, left = r.num_computed_tokens - found, (
             r.num_tokens - r.num_computed_tokens)
-        words = (f"{r.num_prompt_tokens} prompt tokens, {output} output, "
-                 f"{r.status.lower()}")
+        said = (f"{r.num_prompt_tokens} prompt tokens, {output} output, "
+                f"{r.status.lower()}")
         colour = colour_of(r.name)
-        lines += [line("", [chip(label(r.name), colour), words]), bar([
+        lines += [line("", [chip(label(r.name), colour), words(said)]), bar([
             (f"{found} found", found, NEUTRAL),
             (f"{done} computed", done, colour),
             (f"{left} to compute", left, None)])]
-        rows.append([label(r.name), words, f"{found} found, {done} computed, "
+        rows.append([label(r.name), said, f"{found} found, {done} computed, "
                      f"{left} to compute"])
     text = text_table(rows)
     return View(text, "".join(lines), text)
+
+# %% ../nbs/90_view.ipynb #host-pool
+def _view_host_pool(pool: PoolSnapshot) -> View:
+    "Draw V0's swap space, if there is anything in it."
+    c = pool.counts()
+    if c["used"] or c["cached"]: return view_pool(pool)
+    said = f"{pool.num_blocks:,} blocks, all free"
+    text = f"{pool.name}: {said}"
+    return View(text, panel(pool.name, [], said), text)
 
 # %% ../nbs/90_view.ipynb #view-queues
 def view_queues(
@@ -253,12 +263,13 @@ def view_queues(
         rows.append([name, *map(_say_request, requests[:most]), *more])
     limits = (f"a step: {look.token_budget:,} tokens, "
               f"{look.max_num_seqs:,} sequences at most")
-    pools = stack(*map(view_pool, look.pools))
+    pools = [view_pool(pool) for pool in look.pools[:1]]
+    pools += [_view_host_pool(pool) for pool in look.pools[1:]]
     head = View(f"{title}, {limits}\n{text_table(rows)}",
                 panel(title, lines, limits), f"{title}: " + ", ".join(
                     f"{len(q)} {name}" for name, q in look.queues.items()))
-    if order is None: return stack(head, pools)
-    return stack(head, view_order(order, look.token_budget), pools)
+    if order is None: return stack(head, *pools)
+    return stack(head, view_order(order, look.token_budget), *pools)
 
 # %% ../nbs/90_view.ipynb #order-line
 def _say_part(part) -> str: # plain text
@@ -266,16 +277,16 @@ def _say_part(part) -> str: # plain text
     end = part.start + part.num_tokens - 1
     where = f"position {end}" if part.num_tokens == 1 else (
         f"positions {part.start}–{end}")
-    words = [f"{part.kind}: {where}"]
-    if part.num_cached_tokens: words.append(
+    said = [f"{part.kind}: {where}"]
+    if part.num_cached_tokens: said.append(
         f"{part.num_cached_tokens} tokens found in the prefix cache")
     ids = " ".join(map(str, part.block_ids[:16]))
     if len(part.block_ids) > 16: ids += " …"
     told = "block table" if part.blocks_are_all else (
         "new block" if len(part.block_ids) == 1 else "new blocks")
-    if ids: words.append(f"{told} {ids}")
-    elif not part.blocks_are_all: words.append("no new block")
-    return ", ".join(words)
+    if ids: said.append(f"{told} {ids}")
+    elif not part.blocks_are_all: said.append("no new block")
+    return ", ".join(said)
 
 def _say_moves(order: OrderSnapshot) -> dict[str, str]:
     "Put into words which blocks are moved before the model runs."
@@ -299,19 +310,21 @@ def view_order(
     "Draw what a step computes, and what the workers are told."
     budget = token_budget or order.token_budget
     num, moves = order.num_tokens, _say_moves(order)
-    spent = f"{num:,} tokens" + (f" of {budget:,}" if budget else "")
+    spent = f"{num:,} token" + "s" * (num != 1)
+    if budget: spent += f" of {budget:,}"
     title, parts = f"{order.engine} step", order.parts[:most]
     parts_bar = [(f"{label(p.name)} {p.num_tokens}", p.num_tokens,
                   colour_of(p.name)) for p in order.parts]
     if budget: parts_bar.append((f"{budget - num} left", budget - num, None))
     lines = [bar(parts_bar)] + [
-        line("", [chip(label(p.name), colour_of(p.name)), _say_part(p)])
+        line("", [chip(label(p.name), colour_of(p.name)),
+                  words(_say_part(p))])
         for p in parts]
     if len(order.parts) > most: lines.append(
         line("", _rest([""] * most, len(order.parts))[most:]))
-    lines += [line(name, [words]) for name, words in moves.items()]
+    lines += [line(name, [words(said)]) for name, said in moves.items()]
     rows = [[label(p.name), str(p.num_tokens), _say_part(p)] for p in parts]
-    rows += [[name, "", words] for name, words in moves.items()]
+    rows += [[name, "", said] for name, said in moves.items()]
     if not order.parts: rows.append(["nobody runs"])
     return View(f"{title}, {spent}\n{text_table(rows)}",
                 panel(title, lines, spent), f"{title}, {spent}: " + ", ".join(
@@ -329,15 +342,15 @@ def view_batch(
     changes = batch.changes_since(before) if before else {}
     lines, rows = [], []
     for i, r in enumerate(batch.rows[:most]):
-        words = changes.get(r.name, "")
+        change = changes.get(r.name, "")
         counts = f"{r.num_computed_tokens}/{r.num_tokens}"
         blocks = f"{r.num_blocks} block" + "s" * (r.num_blocks != 1)
-        sign = CHANGES.get(words, "↑" if words else "")
+        sign = CHANGES.get(change, "↑" if change else "")
         lines.append(line(f"row {i}", [
             chip(f"{label(r.name)} {counts}", colour_of(r.name),
                  r.num_computed_tokens / max(r.num_tokens, 1)),
-            blocks, chip(f"{sign} {words}") if words else ""], "3.6em"))
-        rows.append([f"row {i}", label(r.name), counts, blocks, words])
+            blocks, chip(f"{sign} {change}") if change else ""], "3.6em"))
+        rows.append([f"row {i}", label(r.name), counts, blocks, change])
     gone = [name for name, what in changes.items() if what == "went"]
     if gone: lines.append(line("went", [
         chip(label(name), colour_of(name)) for name in gone], "3.6em"))
