@@ -102,7 +102,7 @@ class Names:
             own = [e for e in self.modules[module].every() if e.name.endswith("." + name)]
             if len(own) > 1: return None
         # `start` in the text is a word, unless this page defines it.
-        if not own and name.islower() and name.isalpha() and not called: return None
+        if not own and name.islower() and name.isalpha(): return None
         for some in (own, [e for e in found if wing and wing_of(e.module) == wing],
                      [e for e in found if wing_of(e.module) is None], found):
             if some: return some[0] if len(some) == 1 else None

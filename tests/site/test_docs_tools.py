@@ -154,6 +154,7 @@ def test_the_entry_that_is_meant(text, module, wing, expected):
     ("Scheduler", None, None),            # either engine's
     ("popleft()", None, None),            # a deque has one, too
     ("start", "minengine.config", None),  # a word, unless the page defines it
+    ("start()", "minengine.v1.engine.core_handle", "v1"),
     ("torch.Tensor", None, None), ("block_size", None, None), ("NoSuchName", None, "v1"),
 ])
 def test_no_entry_is_guessed(text, module, wing):
