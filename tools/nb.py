@@ -102,6 +102,7 @@ def run(path: Path):
     clean(path)
 
 
+MOST_LINES = 30   # shown of one cell's difference
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 UNIT = r"(?:ns|us|µs|μs|ms|s|sec|seconds?|minutes?|min)"
 RATE = r"(?:it|tok|tokens|prompts?|requests?|req|steps?|[KMGT]?i?B|GFLOPS?|[TG]FLOP)"
@@ -135,7 +136,8 @@ def texts(cell) -> list[str]:
         if out["output_type"] == "error": found.append(("error", out["evalue"]))
         found += [(kind, value if kind.startswith("text/") else "")
                   for kind, value in sorted(out.get("data", {}).items())]
-    return [f"{kind}: {steady(''.join(value))}" for kind, value in found]
+    # HTML with a tag to a line: a difference shows where it is.
+    return [f"{kind}: {steady(''.join(value))}".replace("><", ">\n<") for kind, value in found]
 
 
 def varies(source: str) -> str | None:
@@ -151,9 +153,10 @@ def differences(saved, fresh) -> list[str]:
         if old.cell_type != "code" or varies(old.source) is not None: continue
         before, now = texts(old), texts(new)
         if before == now: continue
-        lines = difflib.unified_diff("\n".join(before).split("\n"), "\n".join(now).split("\n"),
-                                     "saved", "now", lineterm="", n=1)
-        found.append(f"cell {old.id}:\n" + "\n".join(lines))
+        lines = list(difflib.unified_diff("\n".join(before).split("\n"), "\n".join(now).split("\n"),
+                                          "saved", "now", lineterm="", n=1))
+        if len(lines) > MOST_LINES: lines[MOST_LINES:] = [f"… {len(lines) - MOST_LINES} more lines"]
+        found.append(f"cell {old.id}:\n" + "\n".join(line[:200] for line in lines))
     return found
 
 
