@@ -345,7 +345,7 @@ _ONLY = {  # engine that has the option -> option -> what the other accepts
     "v1": {"num_preallocate_tokens": (64, 0),
            "logprobs_mode": (None, "processed_logprobs"),
            "max_num_encoder_input_tokens": (None, 0),
-           "encoder_cache_size": (None, 0)},
+           "encoder_cache_size": (None, 0), "mm_processor_cache_gb": (1, 0)},
 }
 
 def _refuse_other_engines(args: EngineArgs):
@@ -360,6 +360,37 @@ def _refuse_other_engines(args: EngineArgs):
         raise ValueError("use_async_output_proc=True and "
                          "disable_async_output_proc=True exclude each other")
 
+# %% ../../nbs/14_checkpoint.ipynb #v0-images
+_V0_IMAGE_TOKENS = 5120  # the smallest default budget with images
+
+def _sees_images(model: ModelConfig) -> bool:
+    return model.is_multimodal and model.multimodal_config.max_images != 0
+
+def _prefix_caching(args: EngineArgs, model: ModelConfig) -> bool:
+    "V1's default is on, V0's off; off in any case for V0 with images."
+    if args.engine == "v1": return args.enable_prefix_caching is not False
+    if args.enable_prefix_caching and _sees_images(model):
+        warnings.warn("V0's prefix cache cannot tell one image from another: "
+                      "enable_prefix_caching is switched off for this model")
+        return False
+    return bool(args.enable_prefix_caching)
+
+def _v0_limits(
+    args: EngineArgs, model: ModelConfig, device: str
+) -> tuple[bool, int | None]: # chunks; tokens a step, None: a whole prompt
+    "V0's chunks and tokens; `ValueError` for chunks of a prompt with images."
+    chunked, tokens = args.enable_chunked_prefill, args.max_num_batched_tokens
+    if not _sees_images(model):
+        if chunked is None: chunked = (
+            device == "cuda" and not any(sliding_windows(model.hf_config))
+            and model.max_model_len > 32768 and not args.speculative_config)
+        return chunked, tokens
+    if chunked: raise ValueError(
+        "enable_chunked_prefill=True: V0 computes prompts with images whole; "
+        "V1 cuts them anywhere")
+    if tokens is None: tokens = max(model.max_model_len, _V0_IMAGE_TOKENS)
+    return False, tokens
+
 # %% ../../nbs/14_checkpoint.ipynb #scheduler-limits
 def _scheduler_limits(
     args: EngineArgs, model: ModelConfig, device: str
@@ -369,12 +400,7 @@ def _scheduler_limits(
     _refuse_other_engines(args)
     if args.engine == "v1":
         if tokens is None: tokens = 8192 if gpu else 2048
-    else:
-        chunked = args.enable_chunked_prefill
-        full = not any(sliding_windows(model.hf_config))
-        if chunked is None:
-            chunked = (gpu and full and model.max_model_len > 32768
-                       and not args.speculative_config)
+    else: chunked, tokens = _v0_limits(args, model, device)
     if tokens is not None and tokens < args.block_size:
         raise ValueError(f"max_num_batched_tokens ({tokens}) must be at least "
                          f"one block, block_size ({args.block_size})")
@@ -479,6 +505,9 @@ def speculative_config(
     except TypeError as error:   # a field that nobody knows, or one too few
         raise ValueError(f"speculative_config: {error}") from error
     if args.engine == "v0": _refuse_with_drafts(args)
+    if args.engine == "v0" and target.is_multimodal: raise ValueError(
+        "V0 with drafts: its scorer reads words alone, and the model sees "
+        "images")
     if target.is_multimodal and config.model: raise ValueError(
         "a draft model sees no images: use method 'ngram'")
     if config.model: config.draft_model_config = _draft_model(
@@ -501,10 +530,8 @@ def create_engine_config(
     device = DeviceConfig(resolve_device(args.device), args.attention_backend)
     files = resolve_model(args.model, load)
     model = _model_config(args, files, device.device)
-    caching = args.enable_prefix_caching
-    if caching is None: caching = args.engine == "v1"
     cache = CacheConfig(
-        enable_prefix_caching=caching,
+        enable_prefix_caching=_prefix_caching(args, model),
         **_copy(args, "block_size", "gpu_memory_utilization", "swap_space",
                 "num_gpu_blocks_override", "cpu_kv_cache_space",
                 "num_preallocate_tokens"))
