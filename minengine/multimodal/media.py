@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ANY_HOST', 'MEDIA_KINDS', 'MAX_FETCHES', 'MAX_FETCHES_EACH', 'MAX_DECODES', 'is_public', 'resolve_public', 'HttpUrl',
-           'read_domains', 'seconds_left', 'TimedSocket', 'connect', 'read_answer', 'is_data', 'name_of', 'MediaError',
-           'fetch_file', 'ask', 'make_ssl_context', 'check_domain', 'fetch_http', 'check_request_bytes', 'decode_all',
-           'run_all', 'MediaConnector']
+           'read_domains', 'seconds_left', 'TimedSocket', 'connect', 'read_answer', 'make_ssl_context', 'ask',
+           'is_data', 'name_of', 'check_domain', 'fetch_http', 'fetch_file', 'MediaError', 'check_request_bytes',
+           'decode_all', 'run_all', 'MediaConnector']
 
 # %% ../../nbs/70h_media.ipynb #export-imports
 import asyncio
@@ -237,54 +237,11 @@ def _network_errors(name: str, limits: MediaLimits):
         f"{name} cannot be fetched: its server does not speak HTTP "
         f"({type(error).__name__})") from error
 
-# %% ../../nbs/70h_media.ipynb #name-of
-def is_data(url: str) -> bool:
-    "Whether a URL holds its file."
-    return url[:5].lower() == "data:"
-
-def name_of(
-    url: str,
-) -> str: # for an error
-    "What to call an image that comes from a URL."
-    if is_data(url): return "image in a data URL"
-    return f"image {shorten(url)}"
-
-# %% ../../nbs/70h_media.ipynb #media-error
-class MediaError(ValueError):
-    "An image that cannot be had, and the URL that it has been named by."
-
-    def __init__(self,
-        message: str,
-        url: str, # as it was given
-    ):
-        super().__init__(message)
-        self.url = url
-
-@contextmanager
-def _about(url: str):
-    "Say which of several images an error is about."
-    try: yield
-    except ValueError as error: raise MediaError(str(error), url) from error
-
-# %% ../../nbs/70h_media.ipynb #fetch-file
-def fetch_file(
-    url: str,          # file:///…
-    root: Path | None, # files below it may be read; None: no files
-    limits: MediaLimits,
-) -> bytes:
-    "Read a file; raises `ValueError` for one that is not below `root`."
-    name, parts = name_of(url), urlsplit(url)
-    if root is None: raise ValueError(
-        f"{name} is a file, and allowed_local_media_path is not set")
-    if parts.netloc not in ("", "localhost"): raise ValueError(
-        f"{name} is on another machine: it must begin with file:///")
-    try: path = Path(os.path.realpath(url2pathname(parts.path)))
-    except ValueError as error:
-        raise ValueError(f"{name} is no path: {error}") from error
-    if not path.is_relative_to(root): raise ValueError(
-        f"{name} lies outside of allowed_local_media_path")
-    # No link may have taken its place since we have looked.
-    return read_file(path, limits, name, getattr(os, "O_NOFOLLOW", 0))
+# %% ../../nbs/70h_media.ipynb #ssl-context
+@functools.cache
+def make_ssl_context() -> ssl.SSLContext:
+    "What makes a server prove its name; reading the certificates takes time."
+    return ssl.create_default_context()
 
 # %% ../../nbs/70h_media.ipynb #ask
 def ask(
@@ -310,11 +267,17 @@ def ask(
             with connection.getresponse() as response:
                 return read_answer(response, limits, name)
 
-# %% ../../nbs/70h_media.ipynb #ssl-context
-@functools.cache
-def make_ssl_context() -> ssl.SSLContext:
-    "What makes a server prove its name; reading the certificates takes time."
-    return ssl.create_default_context()
+# %% ../../nbs/70h_media.ipynb #name-of
+def is_data(url: str) -> bool:
+    "Whether a URL holds its file."
+    return url[:5].lower() == "data:"
+
+def name_of(
+    url: str,
+) -> str: # for an error
+    "What to call an image that comes from a URL."
+    if is_data(url): return "image in a data URL"
+    return f"image {shorten(url)}"
 
 # %% ../../nbs/70h_media.ipynb #fetch-http
 def check_domain(
@@ -346,6 +309,43 @@ def fetch_http(
             f"{name} is redirected to {shorten(found)}: {error}") from error
     raise ValueError(f"{name} is redirected more than {limits.max_redirects} "
                      "times (max_redirects)")
+
+# %% ../../nbs/70h_media.ipynb #fetch-file
+def fetch_file(
+    url: str,          # file:///…
+    root: Path | None, # files below it may be read; None: no files
+    limits: MediaLimits,
+) -> bytes:
+    "Read a file; raises `ValueError` for one that is not below `root`."
+    name, parts = name_of(url), urlsplit(url)
+    if root is None: raise ValueError(
+        f"{name} is a file, and allowed_local_media_path is not set")
+    if parts.netloc not in ("", "localhost"): raise ValueError(
+        f"{name} is on another machine: it must begin with file:///")
+    try: path = Path(os.path.realpath(url2pathname(parts.path)))
+    except ValueError as error:
+        raise ValueError(f"{name} is no path: {error}") from error
+    if not path.is_relative_to(root): raise ValueError(
+        f"{name} lies outside of allowed_local_media_path")
+    # No link may have taken its place since we have looked.
+    return read_file(path, limits, name, getattr(os, "O_NOFOLLOW", 0))
+
+# %% ../../nbs/70h_media.ipynb #media-error
+class MediaError(ValueError):
+    "An image that cannot be had, and the URL that it has been named by."
+
+    def __init__(self,
+        message: str,
+        url: str, # as it was given
+    ):
+        super().__init__(message)
+        self.url = url
+
+@contextmanager
+def _about(url: str):
+    "Say which of several images an error is about."
+    try: yield
+    except ValueError as error: raise MediaError(str(error), url) from error
 
 # %% ../../nbs/70h_media.ipynb #decode-all
 def check_request_bytes(
