@@ -227,8 +227,8 @@ class MultiModalProcessor:
                 f"prompt has {num_tokens} tokens with its first {i + 1} "
                 f"images, but max_model_len is {config.max_model_len}")
         inputs = [items[digest] for digest in hashes]
-        ids, where = expand_placeholders(
-            ids, self.placeholder, [x["span_token_ids"].tolist() for x in inputs])
+        spans = [item["span_token_ids"].tolist() for item in inputs]
+        ids, where = expand_placeholders(ids, self.placeholder, spans)
         return ProcessedPrompt(ids, inputs, hashes, where)
 
     def accept(self, processed: ProcessedPrompt):
