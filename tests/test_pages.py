@@ -5,6 +5,7 @@ own, and gives the outputs that are saved in it.
 """
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,12 @@ def test_reasons_are_given(page):
     for cell in nbformat.read(page, as_version=4).cells:
         reason = nb.varies(cell.source) if cell.cell_type == "code" else None
         assert reason is None or len(reason.split()) >= 3, f"{cell.id}: say why its output varies"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_pictures_have_words(page):
+    "`#| fig-alt: what there is to see`, for those who cannot see it; it is a line of YAML, so without a colon and a space."
+    for cell in nbformat.read(page, as_version=4).cells:
+        if not any("image/png" in out.get("data", {}) for out in cell.get("outputs", [])): continue
+        words = re.search(r"^#\|\s*fig-alt:[ \t]*(.*)$", cell.source, re.M)
+        assert words and len(words[1].split()) >= 5 and ": " not in words[1], f"{cell.id}: say in #| fig-alt: what the picture shows"
