@@ -32,6 +32,12 @@ def hub_is_reachable(
     return True
 
 # %% ../nbs/04_tokenizer.ipynb #get-tokenizer
+def _read_template(tokenizer: Any, folder: Path):
+    "Older models that see images keep their chat template in its own file."
+    file = folder / "chat_template.json"
+    if tokenizer.chat_template is None and file.is_file():
+        tokenizer.chat_template = json.loads(file.read_text())["chat_template"]
+
 def get_tokenizer(
     name_or_folder: str, # folder, `.gguf` file, hub name, or "byte"
     **kwargs,            # handed to `AutoTokenizer.from_pretrained`
@@ -49,10 +55,13 @@ def get_tokenizer(
         raise ValueError(f"no tokenizer in {name!r}: there is no such folder")
     else: kwargs.setdefault("local_files_only", not hub_is_reachable(name))
     from transformers import AutoTokenizer  # takes seconds: not at the top
-    try: return AutoTokenizer.from_pretrained(name, **kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        _read_template(tokenizer, path)
     except Exception as error:
         raise ValueError(
             f"no tokenizer in {name_or_folder!r}: {error}") from error
+    return tokenizer
 
 # %% ../nbs/04_tokenizer.ipynb #byte-tokenizer
 class ByteTokenizer:

@@ -2,6 +2,7 @@
 import asyncio
 import base64
 import io
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -405,6 +406,16 @@ def test_chat_renders_as_transformers_does(family):
     ids, _ = family.expected(rendered, [a, b], add_special_tokens=False)
     request = Processor(family.config(), family.tokenizer).process_inputs("r", prompt, SamplingParams())
     assert request.prompt_token_ids == ids
+
+
+def test_a_chat_template_in_a_file_of_its_own(families, tmp_path):
+    llava = families("llava")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(llava.folder) / name).read_bytes())
+    assert get_tokenizer(str(tmp_path)).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": llava.tokenizer.chat_template}))
+    hello = [{"role": "user", "content": "Hi"}]
+    assert render_chat(get_tokenizer(str(tmp_path)), hello) == render_chat(llava.tokenizer, hello)
 
 
 def test_chat_parts():
