@@ -482,8 +482,10 @@ def _draft_model(
         f"model {target.vocab_size}: they must share one vocabulary")
     return config
 
-def _refuse_with_drafts(args: EngineArgs):
+def _refuse_with_drafts(args: EngineArgs, config: SpeculativeConfig):
     "Raise `ValueError` for what V0 could not combine with drafts."
+    if config.method != "ngram": raise ValueError(
+        f"method {config.method!r} is V1's here, V0 has 'ngram'")
     reasons = dict(
         num_scheduler_steps=(1, "a drafting step cannot be one of several"),
         enable_chunked_prefill=(False, "its scorer takes whole prompts"),
@@ -504,7 +506,7 @@ def speculative_config(
     try: config = SpeculativeConfig(**given)
     except TypeError as error:   # a field that nobody knows, or one too few
         raise ValueError(f"speculative_config: {error}") from error
-    if args.engine == "v0": _refuse_with_drafts(args)
+    if args.engine == "v0": _refuse_with_drafts(args, config)
     if args.engine == "v0" and target.is_multimodal: raise ValueError(
         "V0 with drafts: its scorer reads words alone, and the model sees "
         "images")
