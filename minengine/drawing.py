@@ -204,7 +204,7 @@ def columns(
     first = "position:sticky;left:0;padding-right:6px;white-space:nowrap"
     width = len(rows[0]) - 1
     cells = "".join(
-        f'<span style="{first if i == 0 else "text-align:center"}">{cell}</span> '
+        f'<span style="{"text-align:center" if i else first}">{cell}</span> '
         for row in rows for i, cell in enumerate(row))
     return scrolling(
         f'<div style="display:inline-grid;gap:2px;align-items:center;'

@@ -201,14 +201,11 @@ V0_PARTS = {
     "late outputs": ("queue", "process"),
 }
 
-def _hook_v0(engine: LLMEngineV0, events: list[tuple], hooks: Hooks):
-    "Watch a V0 engine."
-    s, log = engine.scheduler, ToldLog(engine.scheduler.block_manager.block_size)
-    for seq_id, table in s.block_manager.block_tables.items():
-        log.known[seq_id] = list(table.physical_block_ids)
+def _notes_v0(s, log) -> list[tuple]: # owner, method, kind, details
+    "What a V0 scheduler is asked to say."
+    tables = s.block_manager.block_tables
     def preempted(mode, group, pairs):
         swapped = mode is PreemptionMode.SWAP
-        tables = s.block_manager.block_tables
         for seq in group.seqs: log.forget(seq.seq_id)
         return group, "swap" if swapped else "recompute", {
             seq.seq_id: tuple(tables[seq.seq_id].physical_block_ids)
@@ -221,18 +218,26 @@ def _hook_v0(engine: LLMEngineV0, events: list[tuple], hooks: Hooks):
                   for name, queue in (("waiting", s.waiting),
                       ("running", s.running), ("swapped", s.swapped))}
         return result[1], log.take(result[0]), queues
-    notes = [
-        (s, "add_seq_group", "arrive", lambda _, group: (group,)),
-        (s, "_preempt", "preempt", preempted), (s, "free_seq", "free", freed),
-        (s, "schedule", "plan", planned),
-        (engine.executor, "execute_model", "result",
+    return [(s, "add_seq_group", "arrive", lambda _, group: (group,)),
+            (s, "_preempt", "preempt", preempted),
+            (s, "free_seq", "free", freed), (s, "schedule", "plan", planned)]
+
+# %% ../nbs/90b_record.ipynb #hook-v0-engine
+def _hook_v0(engine: LLMEngineV0, events: list[tuple], hooks: Hooks):
+    "Watch a V0 engine."
+    s, executor = engine.scheduler, engine.executor
+    log = ToldLog(s.block_manager.block_size)
+    for seq_id, table in s.block_manager.block_tables.items():
+        log.known[seq_id] = list(table.physical_block_ids)
+    notes = _notes_v0(s, log) + [
+        (executor, "execute_model", "result",
          lambda outputs, request: (request, outputs))]
     for pool in s.block_manager.block_allocator.allocators.values():
         if hasattr(pool, "_cached_blocks"): notes += _cache_notes(pool)
     for owner, name, kind, details in notes: _wrap_twice(
         hooks, events, owner, name, noted(events, kind, details), V0_PARTS)
-    worker = getattr(engine.executor, "driver_worker", None)
-    places = {"scheduler": s, "executor": engine.executor, "worker": worker,
+    worker = getattr(executor, "driver_worker", None)
+    places = {"scheduler": s, "executor": executor, "worker": worker,
               "runner": getattr(worker, "model_runner", None),
               "queue": engine.output_queue}
     _time_parts(hooks, events, V0_PARTS, places)

@@ -53,6 +53,18 @@ def _steps(trace: Trace, first: int, last: int | None) -> range:
     return range(first, end)
 
 # %% ../nbs/90a_replay.ipynb #view-steps
+def _step_line(index, parts, scale, used, news): # HTML
+    "Draw a step as a bar and a few words."
+    boxes = [(f"{label(p.name)} {p.num_tokens}", p.num_tokens,
+              colour_of(p.name)) for p in parts]
+    left = scale - sum(p.num_tokens for p in parts)
+    blank = f'<span style="flex:{left} 1 0"></span>' if left > 0 else ""
+    drawn = bar(boxes).removesuffix("</div>") + blank + "</div>"
+    said = f"{used} blocks" + (f"; {news}" if news else "")
+    return line(f"step {index}", [
+        f'<div style="flex:3 1 150px;max-width:420px">{drawn}</div>',
+        f'<span style="flex:2 1 90px">{escape(said)}</span>'], "3.6em")
+
 def view_steps(
     trace: Trace,
     first: int = 0,
@@ -76,23 +88,12 @@ def view_steps(
                 f"{used} blocks", news])
         state.finish(step)
     title = f"{trace.engine}, step by step"
-    note = f"{len(rows)} steps, {sum(s.num_tokens for s in trace.steps[first:shown.stop]):,} tokens"
-    if len(shown) > most: note += f"; {len(shown) - most} more"
+    total = sum(trace.steps[i].num_tokens for i in shown)
+    note = f"{len(shown)} steps, {total:,} tokens"
+    if len(shown) > most: note += f"; the first {most} are shown"
     return View(f"{title}: {note}\n{text_table(rows)}",
                 panel(title, lines, note), f"{title}: " + ". ".join(
                     " ".join(filter(None, row)) for row in rows))
-
-def _step_line(index, parts, scale, used, news):
-    boxes = [(f"{label(p.name)} {p.num_tokens}", p.num_tokens,
-              colour_of(p.name))
-             for p in parts]
-    left = scale - sum(p.num_tokens for p in parts)
-    blank = f'<span style="flex:{left} 1 0"></span>' if left > 0 else ""
-    drawn = bar(boxes).removesuffix("</div>") + blank + "</div>"
-    said = f"{used} blocks" + (f"; {news}" if news else "")
-    return line(f"step {index}", [
-        f'<div style="flex:3 1 150px;max-width:420px">{drawn}</div>',
-        f'<span style="flex:2 1 90px">{escape(said)}</span>'], "3.6em")
 
 # %% ../nbs/90a_replay.ipynb #life-cell
 WORDS = {"waiting": "·", "preempted": "×", "swapped": "s", "idle": "-"}
