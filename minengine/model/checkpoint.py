@@ -464,7 +464,7 @@ def compilation_config(
                          "needs compilation level 3")
     return config
 
-# %% ../../nbs/14_checkpoint.ipynb #speculative
+# %% ../../nbs/14_checkpoint.ipynb #draft-model
 def _draft_model(
     args: EngineArgs, name: str, target: ModelConfig, load: LoadConfig
 ) -> ModelConfig:
@@ -482,8 +482,14 @@ def _draft_model(
         f"model {target.vocab_size}: they must share one vocabulary")
     return config
 
-def _refuse_with_drafts(args: EngineArgs, config: SpeculativeConfig):
+# %% ../../nbs/14_checkpoint.ipynb #speculative
+def _refuse_with_drafts(
+    args: EngineArgs, target: ModelConfig, config: SpeculativeConfig
+):
     "Raise `ValueError` for what V0 could not combine with drafts."
+    if target.is_multimodal: raise ValueError(
+        "V0 with drafts: its scorer reads words alone, and the model sees "
+        "images")
     if config.method != "ngram": raise ValueError(
         f"method {config.method!r} is V1's here, V0 has 'ngram'")
     reasons = dict(
@@ -506,10 +512,7 @@ def speculative_config(
     try: config = SpeculativeConfig(**given)
     except TypeError as error:   # a field that nobody knows, or one too few
         raise ValueError(f"speculative_config: {error}") from error
-    if args.engine == "v0": _refuse_with_drafts(args, config)
-    if args.engine == "v0" and target.is_multimodal: raise ValueError(
-        "V0 with drafts: its scorer reads words alone, and the model sees "
-        "images")
+    if args.engine == "v0": _refuse_with_drafts(args, target, config)
     if target.is_multimodal and config.model: raise ValueError(
         "a draft model sees no images: use method 'ngram'")
     if config.model: config.draft_model_config = _draft_model(
