@@ -126,12 +126,12 @@ def pool_map(
         colour = look if look.startswith("#") else "currentColor"
         paths.append(f'<path fill="{colour}" d="{d}"/>')
     height = -(-sum(map(len, dots.values())) // width) * 5
-    label = f"Block map of {pool.name}: {_say_pool(pool)}"
+    said = f"Block map of {pool.name}: {_say_pool(pool)}"
     size = "each dot is a block" if per_dot == 1 else (
         f"each dot is {per_dot} blocks")
     return (f'<svg role="img" viewBox="0 0 {width * 5} {height}" '
             f'style="width:100%;max-width:{width * 8}px;display:block">'
-            f"<title>{label}</title>{''.join(paths)}</svg>"
+            f"<title>{said}</title>{''.join(paths)}</svg>"
             f'<div style="font-size:12px;opacity:.8">{size}; '
             "text colour: shared; two lines: free, but can be found; "
             "a point: free</div>")
