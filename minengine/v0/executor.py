@@ -15,6 +15,7 @@ from ..config import VllmConfig
 from ..config import cdiv
 from .sampler import SamplerOutput
 from .sequence import ExecuteModelRequest
+from .spec_decode_worker import SpecDecodeWorker
 from .worker import Worker
 
 # %% ../../nbs/26b_v0_executor.ipynb #slots-ahead
@@ -130,7 +131,9 @@ class GPUExecutor(Executor):
     "One worker, the driver, an object in the engine's own process."
 
     def _start_workers(self):
-        self.driver_worker: Worker | None = Worker(self.vllm_config)
+        drafts = self.vllm_config.speculative_config
+        kind = SpecDecodeWorker if drafts else Worker
+        self.driver_worker: Worker | None = kind(self.vllm_config)
         self.collective_rpc("init_device")
         self.collective_rpc("load_model")
 

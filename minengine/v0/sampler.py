@@ -24,6 +24,7 @@ from ..logits import pad_token_ids
 from ..logits import sample_greedy
 from ..logits import sample_random
 from ..outputs import Logprob
+from ..outputs import SpecDecodingStats
 from ..sampling_params import SAMPLING_EPS
 from ..sampling_params import SamplingParams
 from ..sampling_params import SamplingType
@@ -214,6 +215,7 @@ def make_logprob_dict(
 class SamplerOutput:
     "What one model step brought, as Python objects: an entry a group."
     outputs: list[CompletionSequenceGroupOutput]
+    spec_decoding_stats: SpecDecodingStats | None = None # None: no drafts
 
     def __getitem__(self, i: int) -> CompletionSequenceGroupOutput:
         return self.outputs[i]
