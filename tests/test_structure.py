@@ -268,7 +268,9 @@ def test_schedulers_import_no_torch(module):
 # Libraries are imported once; each module of ours then starts in a process that has seen none of the others.
 IMPORT_ALONE = """
 import importlib, json, os, sys, traceback
-import torch, transformers, fastapi, uvicorn, zmq, msgspec, matplotlib.pyplot, prometheus_client
+import fastapi, gguf, huggingface_hub, IPython, matplotlib.pyplot, msgspec, PIL.Image, prometheus_client, pydantic, safetensors.torch
+import torch, torch._dynamo, torch.distributed, tqdm.auto, transformers, triton.language, uvicorn, zmq.asyncio
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 for module in sys.argv[1:]:
     reader, writer = os.pipe()
     if os.fork() == 0:
