@@ -24,7 +24,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from .. import __version__
-from ..multimodal.media import MediaConnector
 from ..outputs import EngineDeadError
 from ..outputs import RequestOutput
 from .chat import Serving
@@ -279,7 +278,7 @@ def build_app(
     api_key: str | None = None,       # None: everybody may ask
     max_body_bytes: int = MAX_BODY_BYTES,
     chat_template: str | None = None, # None: the tokenizer's own
-    media: MediaConnector | None = None, # None: as the engine's config says
+    media: Any = None, # a `MediaConnector`; None: as the engine's config says
 ) -> FastAPI:
     "Put the endpoints behind the gates."
     running = RunningRequests(engine)
