@@ -8,9 +8,7 @@ __all__ = ['COLLECTIVE_TIMEOUT_S', 'all_reduce', 'all_gather', 'local_init_metho
 
 # %% ../nbs/11b_distributed.ipynb #export-imports
 import os
-import shutil
 import socket
-import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
