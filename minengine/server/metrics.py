@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['GAUGES', 'COUNTERS', 'TTFT_LIMITS', 'TPOT_LIMITS', 'REQUEST_LIMITS', 'STEP_LIMITS', 'STEP_HISTOGRAMS',
-           'REQUEST_HISTOGRAMS', 'TOKEN_HISTOGRAMS', 'gauge_values', 'token_limits', 'EngineMetrics']
+           'REQUEST_HISTOGRAMS', 'TOKEN_HISTOGRAMS', 'DRAFT_COUNTERS', 'DRAFT_GAUGES', 'gauge_values', 'token_limits',
+           'DraftMetrics', 'EngineMetrics']
 
 # %% ../../nbs/83b_server_metrics.ipynb #export-imports
 from typing import Any
@@ -14,6 +15,8 @@ from prometheus_client import Counter
 from prometheus_client import Gauge
 from prometheus_client import Histogram
 from prometheus_client import generate_latest
+
+from ..outputs import SpecDecodingStats
 
 # %% ../../nbs/83b_server_metrics.ipynb #gauges
 GAUGES = {  # name: (what it says, attributes that may hold it: V1's, V0's)
@@ -92,6 +95,57 @@ def token_limits(
         power *= 10
     return limits + [max_model_len]
 
+# %% ../../nbs/83b_server_metrics.ipynb #draft-metrics
+DRAFT_COUNTERS = {  # name: (what it says, attribute of `SpecDecodingStats`)
+    "num_drafts": ("Times that drafts were checked", "num_drafts"),
+    "num_draft_tokens": ("Drafts that were checked", "num_draft_tokens"),
+    "num_accepted_tokens": ("Of these, kept", "num_accepted_tokens"),
+    "num_emitted_tokens": (
+        "Tokens of steps with drafts", "num_emitted_tokens"),
+}
+DRAFT_GAUGES = {
+    "draft_acceptance_rate": ("Share of drafts kept", "acceptance_rate"),
+    "efficiency": ("Tokens, as a share of the most there could have been",
+                   "system_efficiency"),
+}
+
+class DraftMetrics:
+    "What became of drafts, in vLLM's names."
+
+    def __init__(self,
+        model_name: str, # the label of every line
+        registry: CollectorRegistry,
+    ):
+        def make(kind, table): return {
+            attribute: kind(f"vllm:spec_decode_{name}", text, ("model_name",),
+                            registry=registry).labels(model_name)
+            for name, (text, attribute) in table.items()}
+        self.model_name, self.total = model_name, SpecDecodingStats()
+        self.counters = make(Counter, DRAFT_COUNTERS)
+        self.gauges = make(Gauge, DRAFT_GAUGES)
+        self.per_pos = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts kept, by their place", ("model_name", "position"),
+            registry=registry)
+
+    def record(self,
+        stats: SpecDecodingStats,
+        is_sum: bool, # True: since the start (V0); False: what is new (V1)
+    ):
+        "Add what is new, set the shares."
+        before, self.total = self.total, SpecDecodingStats()
+        for part in (stats,) if is_sum else (before, stats):
+            self.total.add(part)
+        for attribute, counter in self.counters.items():
+            counter.inc(getattr(self.total, attribute)
+                        - getattr(before, attribute))
+        for attribute, gauge in self.gauges.items():
+            gauge.set(getattr(self.total, attribute))
+        old = before.num_accepted_tokens_per_pos
+        for i, n in enumerate(self.total.num_accepted_tokens_per_pos):
+            self.per_pos.labels(self.model_name, i).inc(
+                n - (old[i] if i < len(old) else 0))
+
 # %% ../../nbs/83b_server_metrics.ipynb #engine-metrics
 class EngineMetrics:
     "Sums of what an engine reports after each step."
@@ -122,6 +176,7 @@ class EngineMetrics:
                 (TOKEN_HISTOGRAMS, token_limits(max_model_len)))
             for name, (text, attribute) in table.items()]
         self._num_preemptions = 0  # V0's sum, as it was last reported
+        self.drafts: DraftMetrics | None = None  # None: there were none yet
 
     def _make(self, kind, name, text, **more):
         metric = kind(f"vllm:{name}", text, ("model_name",),
@@ -149,6 +204,11 @@ class EngineMetrics:
         for name in ("queries", "hits"):
             self.counters[f"gpu_prefix_cache_{name}"].inc(
                 getattr(stats, f"prefix_cache_{name}", 0))
+        drafts = getattr(stats, "spec_decoding_stats", None)
+        if not drafts or not drafts.num_drafts: return
+        if self.drafts is None:
+            self.drafts = DraftMetrics(self.model_name, self.registry)
+        self.drafts.record(drafts, is_sum=total is not None)
 
     def _record_step(self, stats):
         num_prompt = stats.num_prompt_tokens
