@@ -278,6 +278,9 @@ def run_bench(options: argparse.Namespace) -> int: # exit code
     if options.words[:1] == ["serve"]:
         from minengine.bench_serve import main as bench_serve
         return bench_serve(options.words[1:])
+    if options.words[:1] == ["images"]:
+        from minengine.bench_images import main as bench_images
+        return bench_images(options.words[1:])
     from minengine.bench import main as bench
     return bench(options.words)
 
