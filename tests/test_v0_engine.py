@@ -333,7 +333,7 @@ def test_same_outputs_with_stops_sync_and_async():
 
 BAD = [("", {}, "0 tokens"), ([300], {}, "go from 0 to 263"), ([], {}, "0 tokens"), (None, {}, "list of token ids"),
        ({"prompt": "x", "cache_salt": "s"}, {}, "cache_salt is not supported by engine 'v0'"),
-       ({"prompt": "x", "multi_modal_data": {}}, {}, "multi_modal_data"),
+       ({"prompt": "x", "multi_modal_data": {"image": "a.png"}}, {}, "but the model takes text only"),
        ("x", dict(guided_decoding={}), "guided_decoding is not supported by engine 'v0'"),
        ("x", dict(best_of=3, n=2, output_kind=DELTA), "best_of=3 with n=2 excludes output_kind"),
        ("x", dict(n=9), "max_num_seqs is 8"), ("x", dict(logprobs=21), "logprobs must be at most 20"),
