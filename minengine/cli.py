@@ -281,6 +281,9 @@ def run_bench(options: argparse.Namespace) -> int: # exit code
     if options.words[:1] == ["images"]:
         from minengine.bench_images import main as bench_images
         return bench_images(options.words[1:])
+    if options.words[:1] == ["spec"]:
+        from minengine.bench_spec import main as bench_spec
+        return bench_spec(options.words[1:])
     from minengine.bench import main as bench
     return bench(options.words)
 
