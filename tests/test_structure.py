@@ -23,11 +23,12 @@ MODULES = sorted(
 FLOORS = {
     "config": 0, "sampling_params": 0, "outputs": 0, "tokenizer": 0, "output_text": 0,
     "model": 1, "attention": 1, "logits": 1, "parallel": 1, "inputs": 1, "rejection": 1, "ngram": 1,
+    "distributed": 1, "processes": 0, "shm_ring": 0,
     "multimodal": 2, "v0": 3, "v1": 3, "llm": 4, "server": 4,
     "cli": 5, "bench": 5, "bench_serve": 5, "bench_images": 5, "bench_spec": 5, "snapshot": 5, "trace": 5, "trace_reader": 5, "drawing": 5, "view": 5,
-    "replay": 5, "record": 5,
+    "replay": 5, "record": 5, "compare": 5,
 }
-LEAVES = {"cli", "bench", "bench_serve", "bench_images", "bench_spec", "snapshot", "trace", "trace_reader", "drawing", "view", "replay", "record"}  # nobody imports these but each other
+LEAVES = {"cli", "bench", "bench_serve", "bench_images", "bench_spec", "snapshot", "trace", "trace_reader", "drawing", "view", "replay", "record", "compare"}  # nobody imports these but each other
 
 
 def cells(page: Path):
