@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['KEPT_KERNELS', 'PACK_ROWS', 'divide', 'allowed_tensor_parallel_sizes', 'check_tensor_parallel_size',
            'TensorParallelGroup', 'set_tensor_parallel_group', 'tensor_parallel_group', 'get_tensor_parallel_group',
-           'get_tensor_model_parallel_rank', 'get_tensor_model_parallel_world_size', 'bound_kernel_caches', 'can_pack',
-           'pack_weight', 'packed_linear', 'LinearBase', 'ColumnParallelLinear', 'MergedColumnParallelLinear',
-           'QKVParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding', 'ParallelLMHead']
+           'get_tensor_model_parallel_rank', 'get_tensor_model_parallel_world_size', 'num_kv_heads_of_rank',
+           'bound_kernel_caches', 'can_pack', 'pack_weight', 'packed_linear', 'LinearBase', 'ColumnParallelLinear',
+           'MergedColumnParallelLinear', 'QKVParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding',
+           'ParallelLMHead']
 
 # %% ../nbs/11_parallel.ipynb #export-imports
 import os
@@ -36,9 +37,11 @@ def divide(
 def allowed_tensor_parallel_sizes(
     num_heads: int,     # query heads of the model
     num_kv_heads: int,  # key/value heads of the model
+    intermediate_size: int = 0, # columns of the MLP; 0: anything divides it
 ) -> list[int]:         # every size that works, smallest first
-    "Sizes that cut the query heads evenly and never a key/value head."
-    return [n for n in range(1, num_heads + 1) if num_heads % n == 0
+    "Sizes that cut heads and MLP evenly and never a key/value head."
+    return [n for n in range(1, num_heads + 1)
+            if num_heads % n == 0 and intermediate_size % n == 0
             and (num_kv_heads % n == 0 or n % num_kv_heads == 0)]
 
 # %% ../nbs/11_parallel.ipynb #check-size
@@ -46,14 +49,17 @@ def check_tensor_parallel_size(
     num_heads: int,     # query heads of the model
     num_kv_heads: int,  # key/value heads of the model
     size: int,          # ranks that are to share them
+    intermediate_size: int = 0, # columns of the MLP; 0: anything divides it
 ):
     "Raise `ValueError` with the allowed sizes unless `size` is one of them."
-    allowed = allowed_tensor_parallel_sizes(num_heads, num_kv_heads)
-    if size not in allowed:
-        raise ValueError(
-            f"tensor_parallel_size {size} does not fit {num_heads} query heads "
-            f"and {num_kv_heads} key/value heads; allowed sizes: "
-            + ", ".join(map(str, allowed)))
+    allowed = allowed_tensor_parallel_sizes(
+        num_heads, num_kv_heads, intermediate_size)
+    if size in allowed: return
+    mlp = f" and an MLP of {intermediate_size}" if intermediate_size else ""
+    raise ValueError(
+        f"tensor_parallel_size {size} does not fit {num_heads} query heads "
+        f"and {num_kv_heads} key/value heads{mlp}; allowed sizes: "
+        + ", ".join(map(str, allowed)))
 
 # %% ../nbs/11_parallel.ipynb #group
 @dataclass(frozen=True)
@@ -128,6 +134,13 @@ def get_tensor_model_parallel_rank() -> int: # 0 in a single process
 def get_tensor_model_parallel_world_size() -> int: # 1 in a single process
     "How many processes share each weight."
     return _group.world_size
+
+# %% ../nbs/11_parallel.ipynb #kv-heads
+def num_kv_heads_of_rank(
+    num_kv_heads: int, # key/value heads of the model
+) -> int:              # of this process
+    "The heads that one rank keeps keys and values of."
+    return max(1, num_kv_heads // get_tensor_model_parallel_world_size())
 
 # %% ../nbs/11_parallel.ipynb #load-helpers
 def _parameter(*shape: int, dtype: torch.dtype | None) -> nn.Parameter:
