@@ -49,6 +49,7 @@ class DraftLayout:
         columns = np.arange(len(requests)) - firsts[requests]
         def put(x): return torch.from_numpy(x).to(device)
         self.num_requests, self.num_drafts = len(counts), len(requests)
+        self.width = int(counts.max(initial=0))   # drafts of the longest
         self.counts = put(counts)       # [requests], drafts of each
         self.firsts = put(firsts)       # [requests], its first draft
         self.starts = put(firsts + np.arange(len(counts)))  # and logits row
@@ -61,8 +62,7 @@ class DraftLayout:
         kept: Tensor, # [drafts] bool
     ) -> Tensor:      # [requests], int64
         "Count the drafts before the first that is not kept."
-        width = int(self.columns.max()) + 1 if self.num_drafts else 0
-        table = kept.new_zeros(self.num_requests, width)
+        table = kept.new_zeros(self.num_requests, self.width)
         table[self.requests, self.columns] = kept
         return table.long().cumprod(-1).sum(-1)
 

@@ -82,6 +82,8 @@ SECTIONS = {
     # streams, OpenAI's API
     10: ["vllm#7262", "vllm#6371", "vllm#6652", "vllm#8625", "vllm#19662", "vllm#35705", "vllm#2706", "vllm#1992", "vllm#47815",
          "vllm#39279", "vllm#25001"],
+    # drafts
+    12: ["vllm#14519", "vllm#16087", "vllm#22935", "vllm#58080", "vllm#13933", "vllm#15554"],
     # graphs, compiling, slots
     13: ["vllm#13418", "vllm#1486", "vllm#11596", "vllm#28759"],
     # weights, config, parallel sizes, types
@@ -93,6 +95,15 @@ SECTIONS = {
 
 # Row -> the tests elsewhere that cover it.
 ROWS = {
+    "vllm#14519": "test_spec_decode.py::test_field_vllm_14519_13673_all_drafts_kept_gives_one_token_more",
+    "vllm#16087": "test_spec_decode.py::test_field_vllm_16087_drafts_at_the_end_of_the_window "
+                  "test_v0_spec_decode.py::test_field_vllm_16087_v0_drafts_end_before_the_window",
+    "vllm#22935": "test_spec_decode.py::test_field_vllm_22935_5342_57941_a_draft_model_with_a_shorter_window",
+    "vllm#58080": "test_spec_decode.py::test_field_vllm_58080_past_its_window_a_request_has_no_draft_and_its_neighbours_have",
+    "vllm#13933": "test_spec_decode.py::test_field_vllm_13933_drafting_knows_nothing_of_wishes_and_the_sampler_all "
+                  "test_v0_spec_decode.py::test_every_wish_gives_the_tokens_and_logprobs_that_it_gives_without_drafts",
+    "vllm#15554": "test_spec_decode.py::test_field_vllm_15554_20284_pairs_that_do_not_work_are_refused_at_the_start "
+                  "test_spec_decode.py::test_field_vllm_15554_20284_guided_output_and_adapters_are_refused_with_drafts_as_without",
     "nano-vllm#144 (part 1)": "test_model_runner.py::test_field_nano_vllm_144_preempted_after_output_is_recomputed",
     "vllm#2163": "test_engine_core.py::test_field_vllm2163_vllm2418_a_pool_too_small_for_one_request "
                  "test_bad_input.py::test_engine_arguments",
@@ -397,7 +408,7 @@ def is_tested_here(row): return any(name.startswith(prefix_of(row)) for name in 
 def test_table_prefixes_tell_rows_apart():
     assert prefix_of("nano-vllm#144 (part 1)") == "test_nano_vllm_144_part_1_"
     assert prefix_of("vllm-project/vllm-metal#200") == "test_vllm_metal_200_"
-    assert len(set(map(prefix_of, ALL))) == len(ALL) == 122
+    assert len(set(map(prefix_of, ALL))) == len(ALL) == 128
 
 
 def test_table_every_row_is_tested_or_waits():

@@ -208,9 +208,9 @@ class DraftModelProposer:
         ids = torch.from_numpy(batch.tokens.token_ids[which, positions])
         hidden = last_of_each(
             self._forward(ids.to(self.device), positions, metadata), metadata)
-        left = wanted[rows] > 0
-        self._guess(batch, rows[left], hidden[torch.from_numpy(left)], known,
-                    wanted, states)
+        left = np.flatnonzero(wanted[rows])
+        hidden = hidden[torch.from_numpy(left).to(self.device)]
+        self._guess(batch, rows[left], hidden, known, wanted, states)
         return [s.token_ids for s in states]
 
     def _forward(self, input_ids, positions, metadata):
@@ -228,8 +228,8 @@ class DraftModelProposer:
                                        sampling, self.generator)
             drafts.append((rows, ids))
             for row, q in drawn.items(): probs[row].append(q)
-            left = wanted[rows] > i + 1
-            if not left.any(): break
+            left = np.flatnonzero(wanted[rows] > i + 1)
+            if not len(left): break
             rows, ids = rows[left], ids[torch.from_numpy(left).to(ids.device)]
             metadata, _, positions = draft_metadata(
                 batch, rows, known[rows] + i, np.ones_like(rows),
