@@ -21,7 +21,7 @@ class Watched:
     "Adds up what a clock says of some methods, while they run."
 
     def __init__(self, clock: Callable): # any clock; one that is on
-        self.clock, self.total = clock, 0
+        self.clock, self.total, self.num_calls = clock, 0, 0
         self.batch: Any = None               # V1's, to look at
 
     def watch(self,
@@ -31,6 +31,7 @@ class Watched:
         "Put the clock around a method."
         call = getattr(owner, name)
         def watched(*args, **kwargs):
+            self.num_calls += 1
             start = self.clock()
             try: return call(*args, **kwargs)
             finally: self.total += self.clock() - start
