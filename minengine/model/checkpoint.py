@@ -50,6 +50,7 @@ from .weight_files import find_weight_files
 from .weight_files import iterate_weights
 from .weight_files import read_json
 from .weight_files import weight_locations
+from ..parallel import check_tensor_parallel_size
 from ..tokenizer import hub_is_reachable
 
 # %% ../../nbs/14_checkpoint.ipynb #cache-folder
@@ -525,6 +526,20 @@ def _lookahead(args: EngineArgs, drafts: SpeculativeConfig | None) -> int:
         return args.num_lookahead_slots
     return max(args.num_lookahead_slots, drafts.num_speculative_tokens)
 
+# %% ../../nbs/14_checkpoint.ipynb #parallel-size
+def _check_parallel_size(
+    size: int, target: ModelConfig, drafts: SpeculativeConfig | None
+):
+    "Raise `ValueError` with the allowed sizes unless all models can be cut."
+    if size == 1: return   # one rank takes whatever a model has
+    models = [target, drafts and drafts.draft_model_config]
+    for model in filter(None, models): check_tensor_parallel_size(
+        model.num_attention_heads, model.num_kv_heads, size,
+        getattr(model.hf_text_config, "intermediate_size", 0))
+
+def _copy(args: EngineArgs, *names: str) -> dict:
+    return {name: getattr(args, name) for name in names}
+
 # %% ../../nbs/14_checkpoint.ipynb #create-engine-config
 def create_engine_config(
     args: EngineArgs, # what the user set
@@ -559,12 +574,10 @@ def create_engine_config(
         _encoder_limits(args, model, scheduler.max_num_batched_tokens)
     parallel = ParallelConfig(**_copy(args, "tensor_parallel_size",
         "pipeline_parallel_size", "distributed_executor_backend"))
+    _check_parallel_size(args.tensor_parallel_size, model, drafts)
     return VllmConfig(model, cache, scheduler, parallel, device, load,
                       compilation_config(args, device.device,
                                          model.is_multimodal), drafts)
-
-def _copy(args: EngineArgs, *names: str) -> dict:
-    return {name: getattr(args, name) for name in names}
 
 # %% ../../nbs/14_checkpoint.ipynb #model-config
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json",

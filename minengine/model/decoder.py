@@ -30,6 +30,7 @@ from ..parallel import ParallelLMHead
 from ..parallel import QKVParallelLinear
 from ..parallel import RowParallelLinear
 from ..parallel import VocabParallelEmbedding
+from ..parallel import check_tensor_parallel_size
 from ..parallel import divide
 from ..parallel import get_tensor_model_parallel_world_size
 
@@ -335,7 +336,9 @@ def _check_config(config: ModelConfig):
     if act not in ("silu", "swish"):
         raise ValueError(f"hidden_act must be 'silu', got {act!r}")
     divide(config.num_attention_heads, config.num_kv_heads)
-    divide(hf.intermediate_size, get_tensor_model_parallel_world_size())
+    check_tensor_parallel_size(
+        config.num_attention_heads, config.num_kv_heads,
+        get_tensor_model_parallel_world_size(), hf.intermediate_size)
 
 # %% ../../nbs/13_decoder.ipynb #torch-dtype
 def torch_dtype(

@@ -26,6 +26,7 @@ from ...logits import compute_logprobs
 from ...logits import gather_logprobs
 from ...logits import SamplingMetadata
 from ...model.memory import model_dtype
+from ...parallel import num_kv_heads_of_rank
 from ...sampling_params import SamplingParams
 from ...sampling_params import SamplingType
 from ..core.scheduler_output import CachedRequestData
@@ -365,7 +366,8 @@ def make_kv_caches(
     device: torch.device | str,
 ) -> list[Tensor]:       # by layer
     "Make each layer's pool."
-    return [make_kv_cache(num_blocks, block_size, config.num_kv_heads,
+    num_kv_heads = num_kv_heads_of_rank(config.num_kv_heads)
+    return [make_kv_cache(num_blocks, block_size, num_kv_heads,
                           config.head_dim, dtype, device)
             for _ in range(config.num_layers)]
 

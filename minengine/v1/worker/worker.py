@@ -10,6 +10,7 @@ import torch
 
 from ...attention.kv_cache import kv_cache_block_bytes
 from ...config import VllmConfig
+from ...distributed import init_distributed_environment
 from ...model.checkpoint import cache_folder
 from ...model.checkpoint import load_model
 from ...model.memory import available_host_memory
@@ -19,6 +20,7 @@ from ...model.memory import measure_gpu_peak
 from ...model.memory import model_bytes
 from ...model.memory import model_dtype
 from ...model.memory import take_device
+from ...parallel import num_kv_heads_of_rank
 from ..core.scheduler_output import SchedulerOutput
 from ..messages import ModelRunnerOutput
 from ..spec_decode.draft_model import DraftModelProposer
@@ -34,16 +36,25 @@ class Worker:
         vllm_config: VllmConfig,
         rank: int = 0,       # among all workers
         local_rank: int = 0, # among those of this machine: which GPU
+        distributed_init_method: str | None = None, # where the ranks meet
     ):
         self.vllm_config = vllm_config
         self.rank, self.local_rank = rank, local_rank
+        self.distributed_init_method = distributed_init_method
         self.summary: dict[str, int | str] = {}  # filled while starting
 
     def init_device(self):
-        "Take the device; raises `ValueError` if there is no such GPU."
+        "Take the device, meet the others; `ValueError` if there is no GPU."
         kind = self.vllm_config.device_config.device
         self.device = take_device(kind, self.local_rank)
         self.summary["device"] = kind
+        size = self.vllm_config.parallel_config.world_size
+        if size > 1: init_distributed_environment(
+            self.rank, size, self.distributed_init_method, self.backend())
+
+    def backend(self) -> str: # a name that `torch.distributed` knows
+        "What ranks talk over: NCCL between GPUs, gloo between CPUs."
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def load_model(self):
         "Load the weights and make the runner."
@@ -83,16 +94,18 @@ class Worker:
         spec = self.vllm_config.speculative_config
         draft = spec and spec.draft_model_config
         return sum(kv_cache_block_bytes(
-            self.vllm_config.cache_config.block_size, config.num_kv_heads,
-            config.head_dim, model_dtype(self.vllm_config), config.num_layers)
+            self.vllm_config.cache_config.block_size,
+            num_kv_heads_of_rank(config.num_kv_heads), config.head_dim,
+            model_dtype(self.vllm_config), config.num_layers)
             for config in filter(None, (self.vllm_config.model_config, draft)))
 
     def determine_available_memory(self) -> int: # bytes
         "Find what the KV cache may take; `ValueError` if nothing is left."
         config = self.vllm_config.cache_config
-        if self.device.type == "cpu":
+        if self.device.type == "cpu":   # all ranks share the machine's memory
             return cpu_kv_cache_bytes(
-                config.cpu_kv_cache_space, available_host_memory())
+                config.cpu_kv_cache_space, available_host_memory()
+            ) // self.vllm_config.parallel_config.world_size
         own_peak = measure_gpu_peak(self.model_runner.profile_run)
         weights = self.summary["weights_bytes"]
         self.summary["activation_bytes"] = own_peak - weights
