@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['PADDING', 'MAX_LOGITS', 'positions_to_compute', 'SequenceInput', 'make_sequence_input', 'get_graph_batch_size',
-           'make_attention_metadata', 'ModelInput', 'make_model_input', 'PromptScores', 'score_prompts', 'largest_step',
-           'ModelRunner']
+           'make_attention_metadata', 'ModelInput', 'make_model_input', 'PromptScores', 'score_prompts',
+           'rows_to_score', 'largest_step', 'ModelRunner']
 
 # %% ../../nbs/25_v0_model_runner.ipynb #export-imports
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 from typing import Callable
+from typing import Iterator
 
 import numpy as np
 import torch
@@ -133,6 +134,7 @@ class ModelInput:
     multi_modal_kwargs: list[dict] | None = None
     placeholder_map: list[tuple] | None = None
     position_deltas: Tensor | None = None  # M-RoPE: int64 [num_seqs]
+    scored_rows: list[tuple[int, int]] | None = None # slices, of prompts
 
 # %% ../../nbs/25_v0_model_runner.ipynb #make-model-input
 def make_model_input(
@@ -196,6 +198,18 @@ class PromptScores:
         return [make_logprob_dict(*row, k)
                 for row in zip(*(x.tolist() for x in rows))]
 
+# %% ../../nbs/25_v0_model_runner.ipynb #prompts-to-score
+def _prompts_to_score(model_input: ModelInput) -> Iterator[tuple]:
+    "A step's prompts that want scores: metadata, sequence, first hidden row."
+    row = 0
+    for told in model_input.told:
+        if not told.is_prompt: break   # prefills come first
+        seq = model_input.sequences[told.get_first_seq_id()]
+        start, row = row, row + len(seq.token_ids)
+        wanted = told.sampling_params.prompt_logprobs is not None
+        if wanted and not told.seq_data[seq.seq_id].output_token_ids:
+            yield told, seq, start
+
 # %% ../../nbs/25_v0_model_runner.ipynb #score-prompts
 def score_prompts(
     unfinished: dict[str, PromptScores], # by request id, changed
@@ -205,19 +219,31 @@ def score_prompts(
     max_rows: int,           # rows of logits to hold at a time
 ) -> dict[str, list[dict[int, Logprob]]]: # by request id, complete ones
     "Score this step's part of every prompt that asked for it."
-    done, row = {}, 0
-    for told in model_input.told:
-        if not told.is_prompt: break   # prefills come first
-        seq = model_input.sequences[told.get_first_seq_id()]
-        start, row = row, row + len(seq.token_ids)
-        data, params = told.seq_data[seq.seq_id], told.sampling_params
-        if params.prompt_logprobs is None or data.output_token_ids: continue
+    done = {}
+    for told, seq, start in _prompts_to_score(model_input):
+        prompt = told.seq_data[seq.seq_id].prompt_token_ids
         scores = unfinished.setdefault(
-            told.request_id, PromptScores(data.prompt_token_ids, params))
-        scores.write(seq.first, hidden[start:row], compute_logits, max_rows)
+            told.request_id, PromptScores(prompt, told.sampling_params))
+        scores.write(seq.first, hidden[start:start + len(seq.token_ids)],
+                     compute_logits, max_rows)
         if told.do_sample:   # the prompt is complete
             done[told.request_id] = unfinished.pop(told.request_id).found
     return done
+
+# %% ../../nbs/25_v0_model_runner.ipynb #rows-to-score
+def rows_to_score(
+    model_input: ModelInput,
+    max_rows: int,   # rows of logits to hold at a time
+) -> list[tuple[int, int]] | None: # slices of hidden rows; None: no scores
+    "Say which logits `score_prompts` is going to ask for, in its order."
+    slices = []
+    for told, seq, start in _prompts_to_score(model_input):
+        num_targets = len(told.seq_data[seq.seq_id].prompt_token_ids) - 1
+        # The prompt's last token is followed by none of its own.
+        end = start + min(len(seq.token_ids), num_targets - seq.first)
+        slices += [(low, min(low + max_rows, end))
+                   for low in range(start, end, max_rows)]
+    return slices or None
 
 # %% ../../nbs/25_v0_model_runner.ipynb #largest-step
 def largest_step(
@@ -290,6 +316,8 @@ class ModelRunner:
             num_rows, max(s.seq_len for s in sequences))
         model_input = make_model_input(
             told, sequences, num_rows - len(sequences), sampling, self.device)
+        model_input.scored_rows = rows_to_score(
+            model_input, self.max_logits_rows)
         if self.images: self.images.prepare(model_input)
         return model_input
 
@@ -323,6 +351,17 @@ class ModelRunner:
         if sees: inputs = self.images.model_inputs(model_input)
         with set_forward_context(metadata, kv_caches, self.backend):
             return self.run_model(*inputs)
+
+    def follow(self,
+        model_input: ModelInput, # from the driver; nothing to sample with
+        kv_caches: list[Tensor], # the pool of each layer
+    ):
+        "Run the model, and this rank's part of all logits the driver makes."
+        hidden = self.forward(model_input, kv_caches)
+        for low, high in model_input.scored_rows or ():
+            self.model.compute_logits(hidden[low:high])
+        selected = model_input.selected_token_indices
+        if len(selected): self.model.compute_logits(hidden[selected])
 
     @torch.inference_mode()
     def run(self,
