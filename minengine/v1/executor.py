@@ -37,8 +37,10 @@ class Executor(ABC):
         if isinstance(backend, type) and issubclass(backend, Executor):
             return backend
         if backend is None: backend = "uni" if size == 1 else "mp"
-        if backend == "mp": raise NotImplementedError(
-            f"{size} workers in processes of their own: not built yet")
+        if backend == "mp":
+            # Only here: one worker needs nothing of that page.
+            from minengine.v1.multiproc_executor import MultiprocExecutor
+            return MultiprocExecutor
         if backend != "uni": raise ValueError(
             "distributed_executor_backend must be 'uni', 'mp' or a class of "
             f"executors, got {backend!r}")
@@ -62,6 +64,11 @@ class Executor(ABC):
     @abstractmethod
     def check_health(self):
         "Raise `RuntimeError` if the workers cannot be used any more."
+
+    def register_failure_callback(self,
+        callback: Callable[[str], None], # called once, with the reason
+    ):
+        "Ask to be told when workers fail between two calls, if they can."
 
     @abstractmethod
     def shutdown(self):
