@@ -11,6 +11,7 @@ cfg = parser["DEFAULT"]
 extras = {
     "dev": cfg["dev_requirements"].split(),
     "notebooks": cfg["notebooks_requirements"].split(),
+    "ray": cfg["ray_requirements"].split(),
 }
 
 

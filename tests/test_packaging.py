@@ -122,6 +122,7 @@ def test_requirements(made):
     plain = {r.name for r in required if not r.marker or "extra" not in str(r.marker)}
     assert plain == {Requirement(r.replace(";", " ; ")).name for r in wanted["requirements"].split()}
     assert names("notebooks") == {Requirement(r).name for r in wanted["notebooks_requirements"].split()}
+    assert names("ray") == {"ray"}
     assert names("dev") == {Requirement(r).name for r in wanted["dev_requirements"].split()}
     assert "jupyterlab" in names("notebooks") and not {"nbdev", "pytest", "fastcore", "jupyterlab"} & plain
 
@@ -130,7 +131,8 @@ def test_dependencies_are_declared():
     "Whatever the package imports is required, or comes with Python."
     known = {"PIL": "pillow", "zmq": "pyzmq", "pydantic_core": "pydantic", "starlette": "fastapi"}
     required = {Requirement(r.replace(";", " ; ")).name for r in settings()["requirements"].split()}
-    optional = {"matplotlib", "IPython"}   # imported inside the functions that draw; the extra for notebooks has them
+    # Imported inside functions: by those that draw, and the extra for notebooks has it; by those that ask for Ray.
+    optional = {"matplotlib", "IPython", "ray"}
     for path in (ROOT / "minengine").rglob("*.py"):
         for name in re.findall(r"^\s*(?:from|import) (\w+)(?=[. \n,]|$)", path.read_text(), re.M):
             if name in sys.stdlib_module_names or name == "minengine": continue

@@ -148,11 +148,14 @@ def test_get_class():
     made = config()
     assert Executor.get_class(made) is UniProcExecutor
     for backend, error, words in [
-            ("uni", None, None), ("mp", NotImplementedError, "processes"), ("ray", ValueError, "got 'ray'")]:
+            ("uni", None, None), ("pigeon", ValueError, "'uni', 'mp', 'ray' or a class of executors, got 'pigeon'")]:
         made.parallel_config = ParallelConfig(distributed_executor_backend=backend)
         if error is None: assert Executor.get_class(made) is UniProcExecutor
         else:
             with pytest.raises(error, match=words): Executor.get_class(made)
+    for backend, name in (("mp", "MultiprocExecutor"), ("ray", "RayExecutor"), (None, "MultiprocExecutor")):
+        made.parallel_config = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend=backend)
+        assert Executor.get_class(made).__name__ == name   # whether Ray is installed or not
     made.parallel_config = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="uni")
     with pytest.raises(ValueError, match="2 are asked for"): Executor.get_class(made)
     class Mine(UniProcExecutor): pass

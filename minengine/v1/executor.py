@@ -41,9 +41,12 @@ class Executor(ABC):
             # Only here: one worker needs nothing of that page.
             from minengine.v1.multiproc_executor import MultiprocExecutor
             return MultiprocExecutor
+        if backend == "ray":
+            from minengine.v1.ray_executor import RayExecutor
+            return RayExecutor
         if backend != "uni": raise ValueError(
-            "distributed_executor_backend must be 'uni', 'mp' or a class of "
-            f"executors, got {backend!r}")
+            "distributed_executor_backend must be 'uni', 'mp', 'ray' or a "
+            f"class of executors, got {backend!r}")
         if size > 1: raise ValueError(
             f"'uni' has 1 worker, {size} are asked for")
         return UniProcExecutor
