@@ -221,6 +221,7 @@ def test_floors(module):
 # A model that sees images needs later pages; they are imported inside a function, and never for a text model.
 DOORS = {
     ("25_v0_model_runner.ipynb", "minengine.v0.images"),
+    ("26b_v0_executor.ipynb", "minengine.v0.distributed_executor"),
     ("27c_v0_input_preprocessor.ipynb", "minengine.v0.images"),
     ("54_v1_worker.ipynb", "minengine.v1.worker.encoder_runner"),
     ("55_v1_executor.ipynb", "minengine.v1.ray_executor"),

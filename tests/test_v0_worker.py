@@ -306,11 +306,11 @@ def test_get_class():
     for backend, found in ((Mine, Mine), ("uni", GPUExecutor)):
         config.parallel_config = ParallelConfig(distributed_executor_backend=backend)
         assert Executor.get_class(config) is found
-    for backend in ("mp", "ray", int):
+    for backend in ("ray", int):
         config.parallel_config = ParallelConfig(distributed_executor_backend=backend)
-        with pytest.raises(ValueError, match="must be 'uni' or a class of V0 executors, got"): Executor.get_class(config)
-    config.parallel_config = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="V0 has 1 worker here, 2 are asked for"): Executor.get_class(config)
+        with pytest.raises(ValueError, match="must be 'uni', 'mp' or a class of V0 executors, got"): Executor.get_class(config)
+    config.parallel_config = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="uni")
+    with pytest.raises(ValueError, match=".uni. has 1 worker, 2 are asked for"): Executor.get_class(config)
 
 
 def test_a_worker_imports_no_scheduler_and_no_v1():

@@ -70,12 +70,16 @@ class Executor(ABC):
         backend, size = config.distributed_executor_backend, config.world_size
         if isinstance(backend, type) and issubclass(backend, Executor):
             return backend
-        if backend not in (None, "uni"): raise ValueError(
-            "distributed_executor_backend of V0 must be 'uni' or a class of "
-            f"V0 executors, got {backend!r}")
-        if size > 1: raise ValueError(
-            f"V0 has 1 worker here, {size} are asked for")
-        return GPUExecutor
+        if backend not in (None, "uni", "mp"): raise ValueError(
+            "distributed_executor_backend of V0 must be 'uni', 'mp' or a class "
+            f"of V0 executors, got {backend!r}")
+        if size == 1: return GPUExecutor
+        if backend == "uni": raise ValueError(
+            f"'uni' has 1 worker, {size} are asked for; 'mp' may have more")
+        # Only here: one worker needs nothing of that page.
+        from minengine.v0.distributed_executor import \
+            MultiprocessingDistributedExecutor
+        return MultiprocessingDistributedExecutor
 
     @abstractmethod
     def _start_workers(self):

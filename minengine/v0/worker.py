@@ -119,13 +119,14 @@ class WorkerBase:
 
     def determine_num_available_blocks(self) -> tuple[int, int]: # device, host
         "How many blocks there is memory for; `ValueError` if for none."
-        # The ranks of a machine share its memory.
-        size = self.vllm_config.parallel_config.world_size
-        host = available_host_memory() // size
+        host = available_host_memory()
         device = self._device_bytes(host)
-        # On a CPU, both pools come out of the same memory.
-        if self.device.type == "cpu": host -= device
-        swap = swap_space_bytes(self.vllm_config.cache_config.swap_space, host)
+        # The ranks of a machine share its memory; on a CPU, both pools do.
+        size = self.vllm_config.parallel_config.world_size
+        if self.device.type == "cpu":
+            host, device = host - device, device // size
+        swap = swap_space_bytes(
+            self.vllm_config.cache_config.swap_space, host // size)
         block_bytes = self.get_kv_cache_block_bytes()
         return device // block_bytes, swap // block_bytes
 
