@@ -8,7 +8,9 @@ __all__ = ['MAKE_WORKER', 'Call', 'Answer', 'answer_call', 'cores_of_each', 'run
 # %% ../../../nbs/54c_v1_worker_process.ipynb #export-imports
 import os
 import pickle
+import sys
 import traceback
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 from typing import Callable
@@ -78,15 +80,21 @@ def run_worker(
     ring, worker = ShmRing(handle, rank), None
     def make_worker(nobody):
         nonlocal worker
-        import torch   # only now: the first answer does not wait for it
-        torch.set_num_threads(
+        kind, arguments = pickle.loads(payload)   # imports its module
+        torch = sys.modules.get("torch")
+        if torch: torch.set_num_threads(
             cores_of_each(torch.get_num_threads(), handle.num_readers))
-        kind, arguments = pickle.loads(payload)
         worker = kind(*arguments)
     answer = pickle.dumps(Answer(0))
     while True:
         if answer is not None: pipe.send_bytes(answer)
         call = ring.receive()
-        if call is None: os._exit(0)
+        if call is None: _leave()
         if call.method == MAKE_WORKER: call = call._replace(method=make_worker)
         answer = answer_call(worker, rank, call)
+
+def _leave():
+    # What a forked child does at its end: semaphores are given back, and
+    # nobody waits for a Python that has PyTorch in it to be taken down.
+    util._exit_function()
+    os._exit(0)
