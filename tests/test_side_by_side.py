@@ -148,7 +148,7 @@ def test_what_comes_costs_and_what_stays_does_not(model):
     for life, rows in v1.items():
         assert rows["stayed"] + rows["came"] == inputs.NUM_ROWS * inputs.NUM_STEPS
         assert rows["came"] == inputs.NUM_ROWS * inputs.NUM_STEPS // life
-    assert v1[64]["rebuilt"] == 32 and v1[8]["rebuilt"] == v1[2]["rebuilt"] == inputs.NUM_STEPS
+    assert v1[64]["rebuilt"] == 16 and v1[8]["rebuilt"] == v1[2]["rebuilt"] == inputs.NUM_STEPS
 
 
 # ---------------------------------------------------------------- bursts

@@ -7,6 +7,7 @@ __all__ = ['CallClock', 'write_tiny_model', 'open_llm', 'random_prompts', 'submi
 
 # %% ../../nbs/95_side_by_side.ipynb #export-imports
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -33,10 +34,15 @@ class CallClock:
             "somebody else is profiling already")
         def tick(frame, event, arg):
             if event == "call" or event == "c_call": self.num_calls += 1
+        # A collection at a moment of its own choosing would be counted.
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(tick)
         return self
 
-    def __exit__(self, *error): sys.setprofile(None)
+    def __exit__(self, *error):
+        sys.setprofile(None)
+        if self._collects: gc.enable()
 
 # %% ../../nbs/95_side_by_side.ipynb #write-model
 def write_tiny_model(
