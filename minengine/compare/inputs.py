@@ -55,7 +55,7 @@ def watch_inputs(
     return watched
 
 # %% ../../nbs/95f_rebuilding.ipynb #run-lives
-NUM_ROWS, NUM_STEPS = 16, 128
+NUM_ROWS, NUM_STEPS = 16, 64
 
 def run_lives(
     engine: str,        # "v0" or "v1"
