@@ -53,6 +53,8 @@ class ToyExecutor:
 
     def check_health(self): pass
 
+    def register_failure_callback(self, callback): pass
+
     def shutdown(self): self.closed += 1
 
     def execute_model(self, order):

@@ -13,6 +13,9 @@ import pytest
 import worker_moods as moods
 from worker_moods import is_running, wait_until
 
+from minengine.llm import LLM
+from minengine.outputs import EngineDeadError
+from minengine.sampling_params import SamplingParams
 from minengine.v1 import multiproc_executor
 from minengine.v1.multiproc_executor import MultiprocExecutor, WorkerGroup
 
@@ -230,3 +233,74 @@ def test_no_orphans_when_the_parent_ends(tmp_path, end):
     assert script.returncode == {"killed": -9, "raises": 1, "returns": 0}[end], errors
     wait_until(lambda: not any(map(is_running, processes)), 5)
     assert exists(memory, directory) == [False, False]
+
+
+# --- the whole engine, its core in a process of its own ---------------------------------------
+
+def children(pid: int) -> list[int]:
+    "Processes that a process has started and that run."
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try: fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError): continue
+        if fields[1] == str(pid) and fields[0] != "Z": found.append(int(stat.parent.name))
+    return found
+
+
+def name(pid: int) -> str: return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    made = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.3)).save_pretrained(made)
+    return str(made)
+
+
+def start_engine(folder, **args):
+    "With its pids: of the core, and of its workers."
+    llm = LLM(folder, tokenizer="byte", dtype="float32", tensor_parallel_size=2, enable_multiprocessing=True,
+              num_gpu_blocks_override=512, use_tqdm_on_load=False, **args)
+    core = llm.llm_engine.engine_core.core.process.pid
+    workers = [pid for pid in children(core) if "spawn_main" in name(pid)]
+    assert len(workers) == 2
+    return llm, core, sorted(workers)
+
+
+def test_a_worker_dies_in_an_idle_engine_and_a_fresh_one_starts(folder):
+    long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True, detokenize=False)
+    short = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm, core, workers = start_engine(folder)
+    wanted = llm.generate("hello", short, use_tqdm=False)[0].outputs[0].token_ids
+    os.kill(workers[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="worker 1 was ended by SIGKILL"):
+        while True: llm.generate("hello", short, use_tqdm=False)
+    assert took(time.monotonic() - start)
+    wait_until(lambda: not any(map(is_running, [core, *workers])), 5)
+
+    llm, core, workers = start_engine(folder)   # the other one has not even been shut down
+    assert llm.generate("hello", short, use_tqdm=False)[0].outputs[0].token_ids == wanted
+    # Now the core, in the middle of a step, and with no chance to say goodbye to anybody.
+    threading.Timer(0.5, os.kill, (core, signal.SIGKILL)).start()
+    with pytest.raises(EngineDeadError, match="was ended by SIGKILL"): llm.generate("hello", long, use_tqdm=False)
+    wait_until(lambda: not any(map(is_running, [core, *workers])), 5)
+    llm.shutdown()
+
+
+def test_a_worker_dies_in_a_forward_pass(folder):
+    "Rank 0 waits for its part of a sum: what it says when the connection breaks is not the cause."
+    llm = LLM(folder, tokenizer="byte", dtype="float32", tensor_parallel_size=2, num_gpu_blocks_override=512,
+              use_tqdm_on_load=False)
+    executor = llm.llm_engine.engine_core.engine_core.executor
+    processes = pids(executor)
+    threading.Timer(0.5, os.kill, (processes[1], signal.SIGKILL)).start()
+    with pytest.raises(RuntimeError, match="^worker 1 was ended by SIGKILL$"):
+        llm.generate("hello", SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), use_tqdm=False)
+    wait_until(lambda: not any(map(is_running, processes)), 2)
+    llm.shutdown()

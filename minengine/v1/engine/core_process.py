@@ -204,6 +204,8 @@ def run_engine_core(
     try:
         config, executor_class, log_stats = pickle.loads(payload)
         core = EngineCore(config, executor_class, log_stats)
+        core.executor.register_failure_callback(lambda because: inbox.put(
+            (None, RuntimeError(because))))   # a worker died, idle or not
         start_thread(_guarded, receive_messages, input_address, inbox, outbox)
         outbox.put((FrameType.READY, ready_message(core)))
         EngineCoreProcess(core, inbox, outbox, log_stats).run()
