@@ -86,10 +86,17 @@ def requests(num_tokens=12) -> list:
 def processes(engine): return [f.process for f in engine.executor.followers.all]
 
 
+def shared_memory() -> set:
+    "What of /dev/shm this process has mapped. (Others use that directory as well.)"
+    try: maps = Path("/proc/self/maps").read_text().split("\n")
+    except OSError: return set()
+    return {line.split()[-1] for line in maps if "/dev/shm/" in line}
+
+
 def assert_nothing_left(procs, directory, shm):
     for process in procs: assert not process.is_alive()
     assert not Path(directory).exists() and not dist.is_initialized()
-    assert set(os.listdir("/dev/shm")) <= shm if shm is not None else True
+    assert shared_memory() <= shm
 
 
 SETTINGS = {
@@ -105,7 +112,7 @@ SETTINGS = {
 @pytest.mark.parametrize("family, size, setting", [
     ("llama", 2, "plain, swap"), ("llama", 2, "cached, chunked, recompute"), ("llama", 2, "bursts"), ("llama", 2, "drafts"),
     ("qwen3", 2, "cached, chunked, recompute"), ("qwen2", 4, "plain, swap")])
-def test_tokens_are_those_of_one_rank(folders, family, size, setting):
+def test_tokens_are_those_of_one_rank(alone, folders, family, size, setting):
     found, preempted, work = [], [], requests()
     if setting == "drafts": work = [([5, 6, 7, 8] * 5, SamplingParams(temperature=t, seed=3, max_tokens=40, logprobs=1, ignore_eos=True)) for t in (0, 0.5)]
     for ranks in (1, size):
@@ -148,12 +155,25 @@ def test_field_vllm_2652_sizes_are_refused_before_anything_starts(folders):
     assert not dist.is_initialized()
 
 
-@pytest.fixture(scope="module")
-def engine(folders):
-    "One engine for all tests that leave it well."
-    found = start(folders["llama"])
-    yield found
-    found.shutdown()
+SHARED = []   # one engine for all tests that leave it well; there can be only one in a process
+
+
+@pytest.fixture
+def engine(folders) -> LLMEngineV0:
+    if not SHARED: SHARED.append(start(folders["llama"]))
+    return SHARED[0]
+
+
+@pytest.fixture
+def alone():
+    "Nobody else's ranks in this process."
+    while SHARED: SHARED.pop().shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_the_end():
+    yield
+    while SHARED: SHARED.pop().shutdown()
 
 
 def method_of(worker): return worker.rank, worker.is_driver_worker, worker.channel.num_messages
@@ -209,6 +229,14 @@ def test_another_engine_may_live_in_this_process_but_not_a_second_of_ranks(engin
     assert len(play(engine, [([1, 2], params)])["0"][0][0]) == 3
 
 
+def shared_of(worker): return sorted(shared_memory())
+
+
+def test_followers_have_no_shared_memory_that_could_stay(engine):
+    "Whatever ends them: there is nothing with a name."
+    assert engine.executor.collective_rpc(shared_of)[1] == []
+
+
 def test_a_name_that_no_worker_has_asks_nobody(engine):
     with pytest.raises(AttributeError, match="no_such_method"): engine.executor.collective_rpc("no_such_method")
     assert engine.executor.collective_rpc("check_health") == [None, None]
@@ -241,18 +269,20 @@ class DiesInLoad(MultiprocessingDistributedExecutor):
 
 
 def in_a_second(function, match, kind=RuntimeError):
-    start_s = time.monotonic()
+    "It takes half a second alone; this machine may do other things as well."
+    start_s, own_s = time.monotonic(), time.process_time()
     with pytest.raises(kind, match=match): function()
-    assert time.monotonic() - start_s < 1 + SLACK_S
+    waited = time.monotonic() - start_s
+    assert waited < 1 + SLACK_S, (waited, time.process_time() - own_s)
 
 
-SLACK_S = 1.0   # of a machine that does other things as well
+SLACK_S = float(os.environ.get("MINENGINE_TEST_SLACK_S", 1))
 
 
 @pytest.mark.parametrize("where", ["idle", "between steps", "in the forward", "error in the forward"])
-def test_field_vllm_11996_a_follower_that_goes_ends_every_wait(folders, where):
+def test_field_vllm_11996_a_follower_that_goes_ends_every_wait(alone, folders, where):
     "Its own error, within a second; then every call raises, nobody is left, and a new engine starts at once."
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     engine = start(folders["llama"])
     procs, directory = processes(engine), engine.executor.followers.directory
     add = lambda: engine.add_request("a", {"prompt_token_ids": [1, 2, 3]}, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
@@ -275,15 +305,15 @@ def test_field_vllm_11996_a_follower_that_goes_ends_every_wait(folders, where):
     with pytest.raises(RuntimeError, match="was shut down"): engine.executor.check_health()
 
 
-def test_a_follower_killed_while_loading(folders):
-    shm = set(os.listdir("/dev/shm"))
+def test_a_follower_killed_while_loading(alone, folders):
+    shm = shared_memory()
     config = create_engine_config(EngineArgs(str(folders["llama"]), engine="v0", tokenizer="byte", device="cpu", tensor_parallel_size=2,
                                              use_tqdm_on_load=False))
     with pytest.raises(RuntimeError, match="worker 1 was ended by SIGKILL"): DiesInLoad(config)
-    assert not dist.is_initialized() and set(os.listdir("/dev/shm")) <= shm
+    assert not dist.is_initialized() and shared_memory() <= shm
 
 
-def test_field_vllm_11996_the_reason_among_four_and_a_fresh_start(folders):
+def test_field_vllm_11996_the_reason_among_four_and_a_fresh_start(alone, folders):
     "One of four fails while the others are in a sum: its error counts, not theirs. And the next engine is well."
     engine = start(folders["llama"], 4)
     procs = processes(engine)

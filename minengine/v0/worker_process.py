@@ -12,6 +12,7 @@ import pickle
 import time
 import traceback
 from multiprocessing.connection import Connection
+from threading import RLock
 from typing import Any
 from typing import Callable
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from ..config import VllmConfig
 from ..distributed import init_distributed_environment
@@ -148,6 +150,7 @@ def run_follower(
     "Be a follower's process, until told to leave or until something fails."
     leave_signals_to_parent()
     start_thread(exit_with_parent, directory)
+    tqdm.set_lock(RLock())
     connection.send(None)   # it is there
     try:
         config, rank, init_method = pickle.loads(payload)
