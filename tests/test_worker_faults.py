@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 import worker_moods as moods
+from worker_executors import Moody, Toys
 from worker_moods import is_running, wait_until
 
 from minengine.llm import LLM
 from minengine.outputs import EngineDeadError
 from minengine.sampling_params import SamplingParams
 from minengine.v1 import multiproc_executor
+from minengine.v1.engine.core_client import make_client
+from minengine.v1.messages import EngineCoreRequest
 from minengine.v1.multiproc_executor import MultiprocExecutor, WorkerGroup
 
 SOON_S = 1.0   # what is promised; see `took`
-
-
-class Moody(MultiprocExecutor): worker_class = moods.MoodyWorker
 
 
 def took(seconds: float) -> bool:
@@ -206,8 +206,7 @@ import sys, time
 
 def main():   # the workers import this script, but nothing that takes long
     import worker_moods as moods
-    from minengine.v1.multiproc_executor import MultiprocExecutor
-    class Moody(MultiprocExecutor): worker_class = moods.MoodyWorker
+    from worker_executors import Moody
     executor = Moody(moods.config())
     group = executor.group
     print(group.ring.handle.name, group.directory, *[h.process.pid for h in group.handles], flush=True)
@@ -250,6 +249,39 @@ def children(pid: int) -> list[int]:
 def name(pid: int) -> str: return Path(f"/proc/{pid}/cmdline").read_text()
 
 
+def start_core():
+    "A core of toys, and the pids of its workers."
+    client = make_client(True, False, moods.config(), Toys)
+    core = client.core.process.pid
+    workers = sorted(pid for pid in children(core) if "spawn_main" in name(pid))
+    assert len(workers) == 2
+    return client, core, workers
+
+
+def next_tokens(client):
+    "Of a request of three."
+    client.add_request(EngineCoreRequest("a", None, [1, 2, 3], SamplingParams(max_tokens=3, temperature=0), None, 0.0))
+    found = []
+    while len(found) < 3: found += [t for o in client.get_output().outputs for t in o.new_token_ids]
+    return found
+
+
+def test_a_core_ends_with_its_worker_and_workers_with_their_core():
+    client, core, workers = start_core()
+    assert next_tokens(client) == [4, 5, 6]
+    os.kill(workers[1], signal.SIGKILL)   # nobody is calling: the core waits for requests
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="worker 1 was ended by SIGKILL"): client.get_output()
+    assert took(time.monotonic() - start)
+    wait_until(lambda: not any(map(is_running, [core, *workers])), 5)
+    again, core, workers = start_core()   # a fresh one starts at once
+    assert next_tokens(again) == [4, 5, 6]
+    os.kill(core, signal.SIGKILL)         # with no chance to say goodbye to anybody
+    with pytest.raises(EngineDeadError, match="was ended by SIGKILL"): again.get_output()
+    wait_until(lambda: not any(map(is_running, [core, *workers])), 5)
+    for each in client, again: each.shutdown()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     import torch
@@ -272,6 +304,7 @@ def start_engine(folder, **args):
     return llm, core, sorted(workers)
 
 
+@pytest.mark.slow
 def test_a_worker_dies_in_an_idle_engine_and_a_fresh_one_starts(folder):
     long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True, detokenize=False)
     short = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
