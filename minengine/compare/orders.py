@@ -34,7 +34,7 @@ def weigh_orders(
 ) -> dict[str, list[int]]:   # bytes of each step's message, by its kind
     "Pack what is said to the workers in each step."
     llm = open_llm(engine, model, max_model_len=2048,
-                   num_preallocate_tokens=0, max_num_batched_tokens=16384,
+                   num_preallocate_tokens=0, max_num_batched_tokens=65536,
                    enable_prefix_caching=False)
     if engine == "v0": executor = llm.llm_engine.executor
     else: executor = llm.llm_engine.engine_core.engine_core.executor
