@@ -284,6 +284,9 @@ def run_bench(options: argparse.Namespace) -> int: # exit code
     if options.words[:1] == ["spec"]:
         from minengine.bench_spec import main as bench_spec
         return bench_spec(options.words[1:])
+    if options.words[:1] == ["workers"]:
+        from minengine.bench_workers import main as bench_workers
+        return bench_workers(options.words[1:])
     if options.words[:1] == ["compare"]:
         from minengine.compare.command import main as bench_compare
         return bench_compare(options.words[1:])
