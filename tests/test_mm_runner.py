@@ -1,18 +1,16 @@
 """Images in V1's worker: encoded once, held while needed, and the right rows in the right places."""
 import random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from mm_fake import IMAGE_TOKEN, Engine, FakeModel, alone, fake_config, image_item, mrope
+from mm_fake import IMAGE_TOKEN, Engine, FakeModel, alone, image_item
 
 from minengine.sampling_params import SamplingParams
-from minengine.v1.core.scheduler_output import CachedRequestData
 from minengine.v1.messages import PlaceholderRange
-from minengine.v1.worker.encoder_runner import EncoderOutputs, EncoderRunner, image_key, image_slices, run_encoder
+from minengine.v1.worker.encoder_runner import EncoderOutputs, image_key, image_slices, run_encoder
 from minengine.v1.worker.input_batch import CachedRequestState
 
 A, B, C = (1, 5), (2, 7), (3, 5)   # (which image, its rows)

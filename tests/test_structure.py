@@ -25,10 +25,10 @@ FLOORS = {
     "model": 1, "attention": 1, "logits": 1, "parallel": 1, "inputs": 1, "rejection": 1, "ngram": 1,
     "distributed": 1, "processes": 0, "shm_ring": 0,
     "multimodal": 2, "v0": 3, "v1": 3, "llm": 4, "server": 4,
-    "cli": 5, "bench": 5, "bench_serve": 5, "bench_images": 5, "bench_spec": 5, "snapshot": 5, "trace": 5, "trace_reader": 5, "drawing": 5, "view": 5,
+    "cli": 5, "bench": 5, "bench_serve": 5, "bench_images": 5, "bench_spec": 5, "bench_workers": 5, "snapshot": 5, "trace": 5, "trace_reader": 5, "drawing": 5, "view": 5,
     "replay": 5, "record": 5, "compare": 5,
 }
-LEAVES = {"cli", "bench", "bench_serve", "bench_images", "bench_spec", "snapshot", "trace", "trace_reader", "drawing", "view", "replay", "record", "compare"}  # nobody imports these but each other
+LEAVES = {"cli", "bench", "bench_serve", "bench_images", "bench_spec", "bench_workers", "snapshot", "trace", "trace_reader", "drawing", "view", "replay", "record", "compare"}  # nobody imports these but each other
 
 
 def cells(page: Path):
@@ -224,6 +224,7 @@ DOORS = {
     ("26b_v0_executor.ipynb", "minengine.v0.distributed_executor"),
     ("27c_v0_input_preprocessor.ipynb", "minengine.v0.images"),
     ("54_v1_worker.ipynb", "minengine.v1.worker.encoder_runner"),
+    ("55_v1_executor.ipynb", "minengine.v1.multiproc_executor"),
     ("55_v1_executor.ipynb", "minengine.v1.ray_executor"),
     ("56_v1_engine_core.ipynb", "minengine.multimodal.cache"),
     ("57d_v1_mp_client.ipynb", "minengine.multimodal.cache"),

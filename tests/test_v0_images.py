@@ -18,7 +18,6 @@ from minengine.sampling_params import SamplingParams
 from minengine.v0.async_llm_engine import AsyncLLMEngine
 from minengine.v0.images import ImageRunner
 from minengine.v0.llm_engine import LLMEngineV0
-from minengine.v0.sequence import ExecuteModelRequest
 from minengine.v0.worker import Worker
 from minengine.v1.engine.llm_engine import LLMEngineV1
 
