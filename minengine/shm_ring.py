@@ -96,8 +96,8 @@ def write_chunk(
     part: bytes,       # data of this one
 ):
     "Put a part of a message in, and make it visible to all readers."
+    chunk[0] = 0   # the first: from here on nobody reads
     _fence()
-    chunk[0] = 0
     flags_end = 1 + num_readers
     data = flags_end + _HEADER.size
     _HEADER.pack_into(chunk, flags_end, to_come, len(part))
