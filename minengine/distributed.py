@@ -27,6 +27,8 @@ def _all_reduce(x):
     return whole
 
 def _all_gather(x, world_size):
+    if x.is_cuda and dist.get_backend() == "gloo":   # it gathers on hosts only
+        return _all_gather(x.cpu(), world_size).to(x.device)
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(world_size)]
     dist.all_gather(parts, x)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = {"kernels", "equality", "attention", "throughput", "timeline"}
+PARTS = {"kernels", "equality", "ranks", "attention", "throughput", "timeline"}
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ class Part:
 
 # Those of one group run side by side; nothing runs beside what is timed.
 GROUPS = [
-    [Part("kernels", 110, 300, True), Part("equality", 130, 300, True)],
+    [Part("kernels", 110, 300, True), Part("equality", 130, 300, True),
+     Part("ranks", 100, 300, True)],
     [Part("attention", 45, 300, False)],
     [Part("throughput", 235, 300, False)],
     [Part("timeline", 50, 300, False)],
