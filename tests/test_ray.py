@@ -175,11 +175,12 @@ if __name__ == "__main__":
 
 def test_workers_follow_an_engine_that_is_killed(ray, folder, tmp_path):
     (tmp_path / "orphans.py").write_text(ORPHANS)
-    engine = subprocess.Popen([sys.executable, tmp_path / "orphans.py", folder], stdout=subprocess.PIPE, text=True)
+    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}   # this cluster, should there be others
+    engine = subprocess.Popen([sys.executable, tmp_path / "orphans.py", folder], stdout=subprocess.PIPE, text=True, env=env)
     processes = list(map(int, engine.stdout.readline().split()))
     assert len(processes) == 2 and all(map(is_alive, processes))
     engine.kill()
-    engine.wait()
+    engine.communicate()
     wait_until(lambda: not any(map(is_alive, processes)), 20)
 
 
@@ -194,7 +195,7 @@ def url(ray, folder):
     from ray import serve
     with closing(bind("127.0.0.1", 0)) as sock: port = sock.getsockname()[1]
     args = EngineArgs(folder, tokenizer="byte", num_gpu_blocks_override=512, max_num_seqs=8, max_model_len=2048,
-                      use_tqdm_on_load=False, enable_multiprocessing=False, device="cpu", generation_config="vllm")
+                      use_tqdm_on_load=False, device="cpu", generation_config="vllm")
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build_serve_app(args, 2, ["tiny"], max_imbalance=IMBALANCE, num_cpus=0.5, health_check_period_s=1),
               name="minengine")
