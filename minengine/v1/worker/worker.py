@@ -59,6 +59,7 @@ class Worker:
     def load_model(self):
         "Load the weights and make the runner."
         config = self.vllm_config
+        if self.rank: config.load_config.use_tqdm = False   # one bar is enough
         self.model = load_model(config)
         self.run_model = run = make_run_model(
             self.model, config.compilation_config,
