@@ -103,6 +103,39 @@ def test_ranks_equal_one(folders, lenders, family, size, way):
     if way == "narrow": assert preempted > 0, "the pool was meant to be too small"
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_are_the_same_on_every_rank(folders, lenders, method):
+    "Each rank proposes and verifies for itself: one that guessed otherwise would compute other tokens."
+    prompts, params = requests()
+    params[1] = params[0]   # no scores of prompts
+    spec = dict(method=method, num_speculative_tokens=3)
+    if method == "draft_model": spec["model"] = folders("qwen2")
+    common = dict(max_model_len=112, max_num_seqs=8, num_gpu_blocks_override=256, block_size=8, speculative_config=spec)
+    wanted, _ = answers(folders("llama"), prompts, params, **common)
+    got, _ = answers(folders("llama"), prompts, params, lender_class(lenders(2)), tensor_parallel_size=2, **common)
+    check_equal(got, wanted)
+
+
+@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl"])
+def test_ranks_see_the_same_images(tmp_path, lenders, family):
+    "The model of words is cut, the encoder of images is whole on every rank."
+    import mm_tiny
+    import mm_tiny_qwen
+    make = dict(llava=mm_tiny.make_tiny_llava, idefics3=mm_tiny.make_tiny_idefics3,
+                qwen2_5_vl=mm_tiny_qwen.make_tiny_qwen2_5_vl)[family]
+    folder = make(tmp_path / family)
+    image = {"qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}.get(family, "<image>")
+    prompts = [{"prompt": f"{image} a b c", "multi_modal_data": {"image": mm_tiny.make_image(seed=i)}} for i in range(2)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    found = []
+    for size in 1, 2:
+        llm = LLM(folder, use_tqdm_on_load=False, dtype="float32", num_gpu_blocks_override=256, tensor_parallel_size=size,
+                  distributed_executor_backend=lender_class(lenders(2)) if size > 1 else None)
+        found.append(llm.generate(prompts, params, use_tqdm=False))
+        llm.shutdown()
+    check_equal(*reversed(found))
+
+
 def shapes(worker):
     "Of every weight, and of a layer's cache."
     weights = {name: tuple(w.shape) for name, w in worker.model.state_dict().items()}
