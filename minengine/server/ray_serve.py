@@ -254,7 +254,6 @@ async def _rest(parts, content_type):
     finally: parts.cancel()
 
 # %% ../../nbs/84c_ray_serve.ipynb #ray-router
-#| varies: where Ray is installed, it may miss a package for notebooks
 CHOSEN_S = 5.0  # in which a chosen server takes a request, or never does
 
 try:
