@@ -355,3 +355,19 @@ if __name__ == "__main__":
         except OSError: return False
     while time.monotonic() < end and (alive() or Path(directory).exists()): time.sleep(0.05)
     assert not alive() and not Path(directory).exists()
+
+
+def test_field_vllm_11996_health_tells_of_a_dead_follower_while_nothing_runs(alone, folders):
+    "No step has to fail first: who asks an idle engine hears it, and so does the next caller."
+    import asyncio
+
+    from minengine.v0.async_llm_engine import AsyncEngineDeadError, AsyncLLMEngine
+    engine = AsyncLLMEngine(start(folders["llama"]))
+    async def ask():
+        await engine.check_health()
+        os.kill(processes(engine.engine)[0].pid, signal.SIGKILL)
+        processes(engine.engine)[0].join(5)
+        with pytest.raises(AsyncEngineDeadError, match="worker 1 was ended by SIGKILL"): await engine.check_health()
+        with pytest.raises(AsyncEngineDeadError): engine.add_request("a", prompt="b", params=SamplingParams())
+    asyncio.run(ask())
+    engine.shutdown()

@@ -41,6 +41,8 @@ class ToyExecutor:
 
     def stop_remote_worker_execution_loop(self): self.num_idle += 1
 
+    def check_health(self): pass
+
     def shutdown(self): self.closed += 1
 
     def execute_model(self, request):

@@ -234,9 +234,13 @@ class AsyncLLMEngine(EngineLoop):
     async def check_health(self,
         timeout_s: float = 10, # `TimeoutError` if the engine is stuck longer
     ):
-        "Raise `AsyncEngineDeadError` if a step has failed."
+        "Raise `AsyncEngineDeadError` if a step has failed, or a worker is gone."
         self._check_alive()
-        async with asyncio.timeout(timeout_s): await self._call(lambda: None)
+        async with asyncio.timeout(timeout_s):
+            try: await self._call(self.engine.check_health)
+            except RuntimeError as error:   # no step can be taken any more
+                self._error = error
+                raise self.dead_error from error
 
     async def get_tokenizer(self) -> Any: # None with `skip_tokenizer_init`
         return self.engine.get_tokenizer()

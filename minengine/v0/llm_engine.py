@@ -295,6 +295,9 @@ class LLMEngineV0:
     def reset_prefix_cache(self) -> bool: # False: requests are running
         return self.scheduler.reset_prefix_cache()
 
+    def check_health(self): # `RuntimeError` if a worker is gone
+        self.executor.check_health()
+
     def startup_summary(self) -> dict: # sizes in bytes, from the worker
         return self.executor.startup_summary()
 
