@@ -294,11 +294,8 @@ class LLMEngineV0:
         return self.tokenizer
     def reset_prefix_cache(self) -> bool: # False: requests are running
         return self.scheduler.reset_prefix_cache()
-
     def check_health(self): # `RuntimeError` if a worker is gone
         self.executor.check_health()
-
     def startup_summary(self) -> dict: # sizes in bytes, from the worker
         return self.executor.startup_summary()
-
     def shutdown(self): self.executor.shutdown() # the end of this object
