@@ -288,7 +288,8 @@ WISHES = dict(n=2, best_of=3, temperature=0.7, top_p=0.9, presence_penalty=0.1, 
               stop=["x"], logit_bias={5: 1.0}, max_tokens=30, top_k=40, min_p=0.01, repetition_penalty=1.1,
               min_tokens=2, stop_token_ids=[7], include_stop_str_in_output=True, ignore_eos=True,
               skip_special_tokens=False, spaces_between_special_tokens=False, bad_words=["b"],
-              allowed_token_ids=[1, 2, 5], prompt_logprobs=1, truncate_prompt_tokens=100)
+              allowed_token_ids=[1, 2, 5], prompt_logprobs=1, truncate_prompt_tokens=100,
+              num_speculative_tokens=2)
 
 
 @BOTH

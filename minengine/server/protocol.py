@@ -73,6 +73,7 @@ class SamplingRequest(ApiRequest):
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: Count | None = None    # not in a stream
     truncate_prompt_tokens: Positive | None = None
+    num_speculative_tokens: Count | None = None # ours; 0: no drafts for it
     # vLLM's, for the engine or the answer
     priority: Int64 | None = None           # smaller is more urgent
     cache_salt: Words | None = None         # share cached blocks within it

@@ -88,7 +88,8 @@ def visit_all(site: Path, address: str) -> dict:
         seen = []
         page.on("console", lambda m: seen.append(f"{m.type}: {m.text}") if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda e: seen.append(f"exception: {e}"))
-        page.on("requestfailed", lambda r: seen.append(f"failed: {r.url}"))
+        # What the browser gives up because the next page is opened is no fault of the site.
+        page.on("requestfailed", lambda r: None if r.failure == "net::ERR_ABORTED" else seen.append(f"failed: {r.url}: {r.failure}"))
         page.on("response", lambda r: seen.append(f"{r.status}: {r.url}") if r.status >= 400 else None)
         page.on("request", lambda r: None if r.url.startswith((address, "data:")) else seen.append(f"from elsewhere: {r.url}"))
         for path in sorted(site.rglob("*.html")):
