@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from test_equality import chat_prompts, default_model, expected
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from minengine.config import EngineArgs
@@ -371,3 +372,19 @@ def test_field_vllm_11996_health_tells_of_a_dead_follower_while_nothing_runs(alo
         with pytest.raises(AsyncEngineDeadError): engine.add_request("a", prompt="b", params=SamplingParams())
     asyncio.run(ask())
     engine.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunked", [False, True])
+def test_smollm2_on_three_ranks_equals_transformers(chunked):
+    "The real model, its nine heads on three ranks, in a pool that is too small for all."
+    prompts = chat_prompts()
+    longest = max(map(len, prompts)) + 48
+    engine = start(default_model()[0], 3, max_model_len=longest, block_size=16, max_num_seqs=8,
+                   num_gpu_blocks_override=longest * 5 // 2 // 16, enable_chunked_prefill=chunked,
+                   **dict(max_num_batched_tokens=64) if chunked else {})
+    try:
+        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+        found = play(engine, [(p, params) for p in prompts])
+        assert [found[str(i)][0][0] for i in range(len(prompts))] == expected()
+    finally: engine.shutdown()
