@@ -46,14 +46,16 @@ class Step:
     "A random ragged batch in a paged pool in which all else is NaN."
 
     def __init__(self, query_lens, seq_lens, block_size=4, num_heads=4, num_kv_heads=2, head_dim=8,
-                 dtype=torch.float32, seed=0, contiguous=False, spare_blocks=3, padding_rows=0, window=None):
+                 dtype=torch.float32, seed=0, contiguous=False, spare_blocks=3, padding_rows=0, window=None,
+                 heads_first=True):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
         counts = [-(-n // block_size) for n in seq_lens]
         ids = list(range(sum(counts) + spare_blocks))
         if not contiguous: rng.shuffle(ids)
         self.tables = [[ids.pop(0) for _ in range(count)] for count in counts]
-        self.pool = make_kv_cache(sum(counts) + spare_blocks, block_size, num_kv_heads, head_dim, dtype)
+        self.pool = make_kv_cache(sum(counts) + spare_blocks, block_size, num_kv_heads, head_dim, dtype,
+                                  heads_first=heads_first)
         self.pool.fill_(torch.nan)
         self.metadata = AttentionMetadata.from_lists(query_lens, seq_lens, self.tables, block_size)
         self.metadata.check(self.pool.shape[1], block_size)
@@ -96,7 +98,8 @@ def steps(draw):
     group, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     return Step(query_lens, seq_lens, draw(st.sampled_from([1, 3, 4, 8, 16])), group * num_kv_heads, num_kv_heads,
                 draw(st.sampled_from([4, 8, 20])), seed=draw(st.integers(0, 999)), contiguous=draw(st.booleans()),
-                padding_rows=draw(st.integers(0, 3)), window=draw(st.sampled_from([None, None, 1, 3, 8, 100])))
+                padding_rows=draw(st.integers(0, 3)), window=draw(st.sampled_from([None, None, 1, 3, 8, 100])),
+                heads_first=draw(st.booleans()))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -223,8 +226,9 @@ class LargestNew(TorchDispatchMode):
         return result
 
 
-def test_decoding_on_the_cpu_copies_no_keys_and_values():
-    step = Step([1] * 5 + [2], [200, 210, 190, 222, 100, 213], 16, 9, 3, 64)
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_decoding_on_the_cpu_copies_no_keys_and_values(heads_first):
+    step = Step([1] * 5 + [2], [200, 210, 190, 222, 100, 213], 16, 9, 3, 64, heads_first=heads_first)
     step.check("cpu")                    # the first layer makes the plan
     with LargestNew(step.pool) as largest: step.run("cpu")
     scores = 9 * (sum(step.seq_lens) + step.seq_lens[-1])
@@ -261,7 +265,8 @@ def test_the_layer_writes_then_attends():
     new = [step.keys[0][29:], step.keys[1][5:]], [step.values[0][29:], step.values[1][5:]]
     key, value = (torch.cat(x + [torch.full((2, 2, 8), torch.nan)]).flatten(1) for x in new)
     pools = [torch.full_like(step.pool, torch.nan), step.pool]
-    step.pool.flatten(1, 2)[:, step.metadata.slot_mapping] = torch.nan   # not yet written
+    slots = step.metadata.slot_mapping
+    step.pool[:, slots // 4, slots % 4] = torch.nan                      # not yet written
     for backend in BACKENDS:
         layer = Attention(4, 8, step.scale, 2, layer_index=1)
         with set_forward_context(step.metadata, pools, backend):
@@ -269,6 +274,22 @@ def test_the_layer_writes_then_attends():
         assert found.shape == (7, 32)
         close(found.view(7, 4, 8), whole)
         assert pools[0].isnan().all()
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_a_step_is_written_alike_in_both_orders_by_every_backend(heads_first):
+    "Padding in the mapping and behind it; a second layer finds the first one's plan."
+    pools = {name: [make_kv_cache(6, 4, 3, 8, heads_first=heads_first) for _ in range(2)] for name in BACKENDS}
+    for name, layers in pools.items():
+        metadata = AttentionMetadata.from_lists([2, 3], [2, 7], [[4], [1, 3]], 4)
+        metadata.slot_mapping[3] = -1
+        write, _ = get_attention_backend(name)
+        for layer, pool in enumerate(layers):
+            key, value = torch.randn(2, 7, 3, 8, generator=torch.Generator().manual_seed(layer))
+            write(key, value, pool, metadata)
+            assert torch.equal(pool[0, 4, :2], key[:2])
+            assert torch.equal(pool[1, 3, 2], value[4]) and not pool[:, 3, 1].any()
+    for layer in range(2): assert torch.equal(pools["reference"][layer], pools["cpu"][layer])
 
 
 def test_a_profiling_run_gives_zeros_and_touches_no_cache():

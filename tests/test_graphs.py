@@ -421,9 +421,10 @@ def test_v0_no_list_of_a_step_reaches_a_recording(monkeypatch):
         assert metadata.max_seq_len == 128 and metadata.max_query_len == 1 and metadata.num_tokens == 4
         assert metadata.seq_lens.data_ptr() == decodes.graphs.buffers.seq_lens.data_ptr()
         assert metadata.block_table.shape == (4, 128 // v0_tiny.BLOCK)
-        layer.reference_attention(query, cache, metadata, scale, window, out)
+        found = layer.reference_attention(query, cache, metadata, scale, window, out)
         metadata.seq_lens_cpu = metadata.query_start_loc_cpu = None
-    monkeypatch.setattr(layer, "get_attention_backend", lambda name: (layer.write_kv, attend))
+        return found
+    monkeypatch.setattr(layer, "get_attention_backend", lambda name: (layer._by_slots(layer.write_kv), attend))
     decodes.step()
     assert seen == [(None, None, {})] * v0_tiny.LAYERS
     monkeypatch.undo()

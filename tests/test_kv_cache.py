@@ -8,6 +8,7 @@ from minengine.attention.kv_cache import _repeat_a_real_row
 from minengine.attention.kv_cache import copy_blocks
 from minengine.attention.kv_cache import kv_cache_block_bytes
 from minengine.attention.kv_cache import make_kv_cache
+from minengine.attention.kv_cache import rows_of_slots
 from minengine.attention.kv_cache import slot_mapping
 from minengine.attention.kv_cache import swap_blocks
 from minengine.attention.kv_cache import write_kv
@@ -15,8 +16,8 @@ from minengine.attention.kv_cache import write_kv
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def random_pool(num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32, seed=0):
-    pool = make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype)
+def random_pool(num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32, seed=0, heads_first=False):
+    pool = make_kv_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, heads_first=heads_first)
     return pool.copy_(torch.randn(pool.shape, generator=torch.Generator().manual_seed(seed)))
 
 
@@ -62,7 +63,7 @@ def test_slots_beyond_32_bits_stay_exact():
 @given(st.data())
 def test_write_changes_the_named_slots_and_no_others(data):
     dtype = data.draw(st.sampled_from(DTYPES))
-    pool = random_pool(dtype=dtype)
+    pool = random_pool(dtype=dtype, heads_first=data.draw(st.booleans()))
     before, num_slots = pool.clone(), 24
     slots = data.draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=10))
     padded = data.draw(st.permutations(slots + [-1] * data.draw(st.integers(0, 4))))
@@ -121,6 +122,12 @@ def test_rows_may_be_views_of_a_fused_projection():
     assert torch.equal(pool[1].flatten(0, 1)[20], fused[4, 48:].view(2, 8))
 
 
+def test_a_cache_with_gaps_has_no_rows():
+    "They would not lie one behind the other, and reading them would read others."
+    whole = random_pool(head_dim=16)
+    with pytest.raises(ValueError, match="gaps.*strides"): rows_of_slots(torch.tensor([3]), whole[..., :8])
+
+
 def test_slots_must_be_64_bit():
     with pytest.raises(ValueError, match="int32"):
         write_kv(*torch.randn(2, 1, 2, 8), random_pool(), torch.zeros(1, dtype=torch.int32))
@@ -155,9 +162,11 @@ def test_copy_blocks_reads_every_source_first(data):
         assert torch.equal(pool, old[:, [source_of.get(b, b) for b in range(6)]])
 
 
+@pytest.mark.parametrize("orders", [(False, False), (True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_swap_out_and_in_again_is_bit_for_bit(dtype):
-    pool, host = random_pool(dtype=dtype), make_kv_cache(3, 4, 2, 8, dtype)
+def test_swap_out_and_in_again_is_bit_for_bit(dtype, orders):
+    pool = random_pool(dtype=dtype, heads_first=orders[0])
+    host = make_kv_cache(3, 4, 2, 8, dtype, heads_first=orders[1])
     pool[:, 4, 0, 0, 0] = torch.nan
     pool[:, 4, 0, 0, 1] = -0.0
     before = pool.clone()

@@ -377,7 +377,7 @@ def test_chi_square_of_tokens_from_the_whole_engine(proposer):
     said = torch.tensor([list(r.output_token_ids)[:3] for r in requests])
 
     def next_probs(prefixes):
-        caches = make_kv_caches(config, 4 * len(prefixes), 4, torch.float32, "cpu")
+        caches = make_kv_caches(config, 4 * len(prefixes), 4, torch.float32, "cpu", "cpu")
         lens = [len(p) for p in prefixes]
         step = AttentionMetadata.from_lists(lens, lens, [list(range(4 * i, 4 * i + 4)) for i in range(len(lens))], 4)
         with set_forward_context(step, caches, "reference"), torch.inference_mode():

@@ -6,6 +6,7 @@
 __all__ = ['get_attention_backend', 'Attention']
 
 # %% ../../nbs/10_attention_layer.ipynb #export-imports
+from functools import cache
 from typing import Callable
 
 import torch
@@ -13,38 +14,46 @@ from torch import Tensor
 from torch import nn
 
 from .cpu import cpu_attention
+from .cpu import cpu_write_kv
 from .kv_cache import write_kv
 from .metadata import get_forward_context
 from .reference import reference_attention
 
 # %% ../../nbs/10_attention_layer.ipynb #get-backend
+def _by_slots(write: Callable) -> Callable:
+    "A writer that takes slots, as one that takes metadata."
+    def write_step(key, value, kv_cache, metadata):
+        write(key, value, kv_cache, metadata.slot_mapping)
+    return write_step
+
+@cache
 def get_attention_backend(
     name: str, # "reference", "cpu" or "triton"
 ) -> tuple[Callable, Callable]: # (write keys and values, attend)
     "Both functions of a backend; raises `ValueError` for an unknown name."
-    if name == "cpu": return write_kv, cpu_attention
-    if name == "reference": return write_kv, reference_attention
+    if name == "cpu": return cpu_write_kv, cpu_attention
+    if name == "reference": return _by_slots(write_kv), reference_attention
     if name == "triton":
         from minengine.attention.triton import triton_attention
         from minengine.attention.triton import triton_write_kv
-        return triton_write_kv, triton_attention
+        return _by_slots(triton_write_kv), triton_attention
     raise ValueError(f"unknown attention backend {name!r}, "
                      "known are 'reference', 'cpu' and 'triton'")
 
 # %% ../../nbs/10_attention_layer.ipynb #run-attention
 def _run_attention(query, key, value, output, layer_index, scale,
-                   sliding_window):
-    "Write this step's keys and values, then attend; fills `output`."
+                   sliding_window) -> Tensor:
+    "Write this step's keys and values, then attend; fills `output` if given."
     context = get_forward_context()
     metadata = context.attn_metadata
     if metadata is None:   # a profiling run: no cache exists yet
-        output.zero_()
-        return
+        return torch.zeros_like(query) if output is None else output.zero_()
     kv_cache = context.kv_caches[layer_index]
     write, attend = get_attention_backend(context.backend)
     with torch.no_grad():
-        write(key, value, kv_cache, metadata.slot_mapping)
-        attend(query, kv_cache, metadata, scale, sliding_window, output)
+        write(key, value, kv_cache, metadata)
+        return attend(
+            query, kv_cache, metadata, scale, sliding_window, output)
 
 # %% ../../nbs/10_attention_layer.ipynb #define-op
 if not hasattr(torch.ops.minengine, "attention"):   # once per process
@@ -52,8 +61,8 @@ if not hasattr(torch.ops.minengine, "attention"):   # once per process
     _library.define("attention(Tensor query, Tensor key, Tensor value, "
                     "Tensor(a!) output, int layer_index, float scale, "
                     "int? sliding_window) -> ()")
-    for _place in ("CPU", "CUDA"):
-        _library.impl("attention", lambda *args: _run_attention(*args), _place)
+    def _fill(*args): _run_attention(*args)   # what fills returns nothing
+    for _place in ("CPU", "CUDA"): _library.impl("attention", _fill, _place)
     _library.impl("attention", lambda *args: None, "Meta")   # shapes only
 
 # %% ../../nbs/10_attention_layer.ipynb #attention
@@ -81,14 +90,15 @@ class Attention(nn.Module):
         key: Tensor,    # [num_rows, num_kv_heads * head_dim]
         value: Tensor,  # [num_rows, num_kv_heads * head_dim]
     ) -> Tensor:        # like `query`
-        "Attend through the operator; needs a forward context."
+        "Attend, in a compiled model through the operator; needs a context."
         query = query.view(-1, self.num_heads, self.head_dim)
         key = key.view(-1, self.num_kv_heads, self.head_dim)
         value = value.view(-1, self.num_kv_heads, self.head_dim)
+        how = self.layer_index, self.scale, self.sliding_window
+        if not torch.compiler.is_compiling():
+            return _run_attention(query, key, value, None, *how).flatten(1)
         output = torch.empty_like(query)
-        torch.ops.minengine.attention(
-            query, key, value, output, self.layer_index, self.scale,
-            self.sliding_window)
+        torch.ops.minengine.attention(query, key, value, output, *how)
         return output.flatten(1)
 
     def extra_repr(self) -> str: # for `print(model)`

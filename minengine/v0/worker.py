@@ -62,7 +62,8 @@ class CacheEngine:
         model, config = self.vllm_config.model_config, self.vllm_config
         shape = (num_blocks, config.cache_config.block_size,
                  num_kv_heads_of_a_rank(config), model.head_dim)
-        return [make_kv_cache(*shape, model_dtype(config), device)
+        heads_first = config.device_config.attention_backend == "cpu"
+        return [make_kv_cache(*shape, model_dtype(config), device, heads_first)
                 for _ in range(model.num_layers)]
 
     def swap_in(self, pairs: list[tuple[int, int]]):

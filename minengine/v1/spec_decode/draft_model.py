@@ -154,7 +154,8 @@ class DraftModelProposer:
         "Make the draft model's own pool."
         self.kv_caches = make_kv_caches(
             self.config.model_config, num_blocks, self.block_size,
-            model_dtype(self.config), self.device)
+            model_dtype(self.config), self.device,
+            self.config.device_config.attention_backend)
 
     def update(self,
         output: SchedulerOutput, # of the step that begins

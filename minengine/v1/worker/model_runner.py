@@ -364,11 +364,12 @@ def make_kv_caches(
     block_size: int,     # tokens per block
     dtype: torch.dtype,
     device: torch.device | str,
+    backend: str,        # "cpu" wants each block's heads first
 ) -> list[Tensor]:       # by layer
     "Make each layer's pool."
     num_kv_heads = num_kv_heads_of_rank(config.num_kv_heads)
     return [make_kv_cache(num_blocks, block_size, num_kv_heads,
-                          config.head_dim, dtype, device)
+                          config.head_dim, dtype, device, backend == "cpu")
             for _ in range(config.num_layers)]
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #model-runner
@@ -407,7 +408,7 @@ class ModelRunner:
         block_size = self.vllm_config.cache_config.block_size
         max_len, dtype = config.max_model_len, model_dtype(self.vllm_config)
         self.kv_caches = make_kv_caches(
-            config, num_blocks, block_size, dtype, self.device)
+            config, num_blocks, block_size, dtype, self.device, self.backend)
         self.batch = InputBatch(
             limits.max_num_seqs, max_len, cdiv(max_len, block_size),
             self.device, config.vocab_size)
