@@ -6,9 +6,9 @@
 __all__ = ['KEPT_KERNELS', 'PACK_ROWS', 'divide', 'allowed_tensor_parallel_sizes', 'check_tensor_parallel_size',
            'TensorParallelGroup', 'set_tensor_parallel_group', 'tensor_parallel_group', 'get_tensor_parallel_group',
            'get_tensor_model_parallel_rank', 'get_tensor_model_parallel_world_size', 'num_kv_heads_of_rank',
-           'bound_kernel_caches', 'can_pack', 'pack_weight', 'packed_linear', 'LinearBase', 'ColumnParallelLinear',
-           'MergedColumnParallelLinear', 'QKVParallelLinear', 'RowParallelLinear', 'VocabParallelEmbedding',
-           'ParallelLMHead']
+           'bound_kernel_caches', 'can_pack', 'pack_weight', 'packed_linear', 'packed_linear_add', 'LinearBase',
+           'ColumnParallelLinear', 'MergedColumnParallelLinear', 'QKVParallelLinear', 'RowParallelLinear',
+           'VocabParallelEmbedding', 'ParallelLMHead']
 
 # %% ../nbs/11_parallel.ipynb #export-imports
 import os
@@ -174,17 +174,19 @@ def bound_kernel_caches():
 # %% ../nbs/11_parallel.ipynb #can-pack
 PACK_ROWS = 32   # rows a weight is laid out for; good for 1 to 2048
 
-# Builds of PyTorch without oneDNN have neither operator.
+# Builds of PyTorch without oneDNN have none of the operators.
 _pack_weight = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _packed_linear = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_packed_linear_add = getattr(_packed_linear, "binary", None)
 
 def can_pack(
     weight: Tensor, # [out, in]
 ) -> bool:          # False: it stays as it is
     "Whether this machine's PyTorch multiplies with a packed copy of `weight`."
     suits = weight.device.type == "cpu" and weight.dtype == torch.float32
+    needed = _pack_weight, _packed_linear, _packed_linear_add
     return (suits and torch.backends.mkldnn.is_available()
-            and _pack_weight is not None and _packed_linear is not None)
+            and None not in needed)
 
 def pack_weight(
     weight: Tensor, # [out, in]; `can_pack` says yes
@@ -203,6 +205,17 @@ def packed_linear(
     if torch.compiler.is_compiling():
         return torch.ops.minengine.packed_linear(x, packed, bias, activation)
     return _packed_linear(x, packed, bias, activation, [], "")
+
+def packed_linear_add(
+    x: Tensor,               # [..., in]
+    packed: Tensor,          # from `pack_weight`
+    bias: Tensor | None,     # [out]
+    residual: Tensor,        # [..., out]
+) -> Tensor:                 # [..., out]
+    "`residual + x @ weight.T + bias`, in one pass over the result."
+    if torch.compiler.is_compiling():   # it melts the addition with others
+        return residual + packed_linear(x, packed, bias)
+    return _packed_linear_add(x, residual, packed, bias, "add")
 
 # %% ../nbs/11_parallel.ipynb #packed-op
 def _packed_op(x, packed, bias, activation):
@@ -386,8 +399,13 @@ class RowParallelLinear(LinearBase):
 
     def forward(self,
         x: Tensor, # [..., input_size], our part
+        residual: Tensor | None = None, # [..., output_size], to add to it
     ) -> Tensor:   # [..., output_size], whole
-        "Multiply our part, then add up over the ranks."
+        "Multiply our part, add up over the ranks, and add the residual."
+        if residual is not None:
+            if not self.packed or self.tp_size > 1: return residual + self(x)
+            return packed_linear_add(
+                x, self.packed_weight, self.bias, residual)
         y = super().forward(x)
         return y if self.tp_size == 1 else self.group.sum_over_ranks(y)
 

@@ -27,6 +27,7 @@ from minengine.model.decoder import FAMILIES
 from minengine.model.decoder import DecoderForCausalLM
 from minengine.model.decoder import get_family
 from minengine.model.decoder import get_model_class
+from minengine.model.decoder import hidden_of_rows
 from minengine.model.decoder import sliding_windows
 from minengine.model.layers import get_rope
 from minengine.model.layers import rope_parameters
@@ -159,6 +160,37 @@ def test_packed_or_not_the_hidden_state_is_the_same(name):
         packed = decoder(ids, torch.arange(NUM_TOKENS))
     close(packed, plain, atol=1e-5)
     with pytest.raises(ValueError, match="load before packing"): decoder.load_weights([])
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", MODELS)
+def test_fewer_rows_are_the_same_rows_and_all_keys_are_kept(name, backend, pack):
+    "The last layer leaves rows out: what comes out, and what later steps find, must not change."
+    decoder, ids, n = ours(theirs(name), pack=pack), prompts(NUM_TOKENS)[0], NUM_TOKENS
+    metadata = AttentionMetadata.from_lists([n - 5, 5], [n - 5, 5], [list(range(10)), [11, 12, 13]], BLOCK_SIZE)
+    positions = torch.cat([torch.arange(n - 5), torch.arange(5)])
+    pools = caches(decoder), caches(decoder)
+    with set_forward_context(metadata, pools[0], backend): whole = decoder(ids, positions)
+    for rows in ([n - 6, n - 1], [0], list(range(n))):
+        rows = torch.tensor(rows)
+        with set_forward_context(metadata, pools[1], backend): some = decoder(ids, positions, rows=rows)
+        close(some, whole[rows], atol=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(*pools))
+
+
+def test_who_cannot_leave_rows_out_is_asked_for_all():
+    decoder, rows, calls = ours(theirs()), torch.tensor([2, 5]), []
+    class Recorded:                              # like a compiled model: two arguments, all rows
+        def __call__(self, ids, positions):
+            calls.append(len(ids))
+            return decoder(ids, positions)
+    inputs = prompts(8)[0], torch.arange(8)
+    with set_forward_context(None, [], "cpu"):
+        wanted = decoder(*inputs)[rows]
+        close(hidden_of_rows(Recorded(), inputs, rows), wanted, atol=1e-6)
+        close(hidden_of_rows(decoder, inputs, rows), wanted, atol=1e-6)
+        assert calls == [8] and len(hidden_of_rows(decoder, inputs, None)) == 8
 
 
 def test_embeddings_may_be_given_instead_of_ids():

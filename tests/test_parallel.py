@@ -141,6 +141,32 @@ def test_row_parallel_ranks_add_up_and_the_bias_counts_once(size):
     torch.testing.assert_close(sum(parts), F.linear(x, w, b))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 32, 300])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype, pack", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)])
+def test_the_residual_is_added_to_the_bit_and_stays_as_it_is(rows, bias, dtype, pack):
+    layer = RowParallelLinear(96, 64, bias=bias, dtype=dtype)
+    for p in layer.parameters(): p.normal_()
+    layer.process_weights_after_loading(pack)
+    x, residual = torch.randn(rows, 96).to(dtype), torch.randn(rows, 64).to(dtype)
+    before = residual.clone()
+    assert torch.equal(layer(x, residual), residual + layer(x)) and torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_residual_counts_once_whatever_the_number_of_ranks(size):
+    w, x, residual = torch.randn(10, 24), torch.randn(5, 24), torch.randn(5, 10)
+    total = lambda part: sum(parts)              # what an all-reduce answers to each rank
+    def build():
+        layer = RowParallelLinear(24, 10)
+        layer.weight_loader(layer.weight, w)
+        return layer
+    shares = x.chunk(size, -1)
+    parts = [layer(part) for layer, part in zip(on_each_rank(size, build, all_reduce=same), shares)]
+    for layer, part in zip(on_each_rank(size, build, all_reduce=total), shares):
+        torch.testing.assert_close(layer(part, residual), residual + F.linear(x, w))
+
+
 @pytest.mark.parametrize("heads, kv", [(8, 4), (8, 2), (8, 1), (8, 8)])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_transformers_48307_kv_heads_are_replicated(heads, kv, size):
@@ -242,7 +268,7 @@ def test_a_tied_embedding_survives_the_packing_of_its_head():
     torch.testing.assert_close(embedding(torch.arange(10)).T, before)
 
 
-@pytest.mark.parametrize("missing", ["_pack_weight", "_packed_linear"])
+@pytest.mark.parametrize("missing", ["_pack_weight", "_packed_linear", "_packed_linear_add"])
 def test_without_onednn_the_plain_weight_stays(monkeypatch, missing):
     monkeypatch.setattr(parallel, missing, None)
     layer = ColumnParallelLinear(4, 6)

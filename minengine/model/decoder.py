@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'TEXT_MODEL_TYPES', 'STACKED', 'PREFIXES', 'MULTIMODAL_MODELS', 'Family', 'get_family', 'sliding_windows',
            'SelfAttention', 'DecoderLayer', 'DecoderModel', 'checkpoint_names', 'weight_targets',
-           'load_decoder_weights', 'torch_dtype', 'DecoderForCausalLM', 'get_model_class']
+           'load_decoder_weights', 'torch_dtype', 'DecoderForCausalLM', 'hidden_of_rows', 'get_model_class']
 
 # %% ../../nbs/13_decoder.ipynb #export-imports
 import importlib
 import warnings
 from dataclasses import dataclass
 from typing import Any
+from typing import Callable
 from typing import Iterable
 
 import torch
@@ -134,15 +135,19 @@ class SelfAttention(nn.Module):
         hidden: Tensor, # [num_tokens, hidden_size]
         cos: Tensor,    # [num_tokens, 1, head_dim]
         sin: Tensor,    # [num_tokens, 1, head_dim]
-    ) -> Tensor:        # [num_tokens, hidden_size]
-        "Attend; needs a forward context."
+        residual: Tensor | None = None, # to add; as many rows as come out
+        rows: Tensor | None = None,     # [wanted] int64; None: all
+    ) -> Tensor:        # [num_tokens or wanted, hidden_size]
+        "Attend; needs a forward context. Every row's key and value is kept."
         qkv = self.qkv_proj(hidden)
         query_key, value = qkv.split([self.qk_size, self.kv_size], -1)
         query_key = query_key.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm is not None: query_key = self.qk_norm(query_key)
         query_key = apply_rotary(query_key, cos, sin).flatten(1)
         query, key = query_key.split([self.q_size, self.kv_size], -1)
-        return self.o_proj(self.attn(query, key, value))
+        attended = self.attn(query, key, value)
+        if rows is not None: attended = attended[rows]
+        return self.o_proj(attended, residual)
 
 # %% ../../nbs/13_decoder.ipynb #decoder-layer
 class DecoderLayer(nn.Module):
@@ -164,19 +169,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(size, hf.intermediate_size, mlp_bias, dtype)
 
     def forward(self,
-        hidden: Tensor,  # [num_tokens, hidden_size], the last block's part
-        residual: Tensor | None, # the sum before it; None in the first layer
+        hidden: Tensor,  # [num_tokens, hidden_size]
         cos: Tensor,     # [num_tokens, 1, head_dim]
         sin: Tensor,     # [num_tokens, 1, head_dim]
-    ) -> tuple[Tensor, Tensor]: # (this MLP's part, the sum before it)
-        "One layer; the last addition is left to the next norm."
-        if residual is None:
-            hidden, residual = self.input_layernorm(hidden), hidden
-        else:
-            hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, cos, sin)
-        hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        rows: Tensor | None = None, # [wanted] int64; None: all
+    ) -> Tensor:         # [num_tokens or wanted, hidden_size]
+        "Add attention's part, then the MLP's."
+        residual = hidden if rows is None else hidden[rows]
+        hidden = self.self_attn(
+            self.input_layernorm(hidden), cos, sin, residual, rows)
+        return self.mlp(self.post_attention_layernorm(hidden), hidden)
 
 # %% ../../nbs/13_decoder.ipynb #decoder-model
 class DecoderModel(nn.Module):
@@ -200,15 +202,16 @@ class DecoderModel(nn.Module):
         input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
         positions: Tensor, # [num_tokens] int64; [3, num_tokens] for M-RoPE
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
-    ) -> Tensor:                  # [num_tokens, hidden_size]
+        rows: Tensor | None = None, # [wanted] int64; None: all
+    ) -> Tensor:                  # [num_tokens or wanted, hidden_size]
         "All layers over one ragged batch."
         hidden = inputs_embeds
         if hidden is None: hidden = self.embed_tokens(input_ids)
         cos, sin = self.rotary(positions)
-        residual = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, cos, sin)
-        return self.norm(hidden, residual)[0]
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, rows if i == last else None)
+        return self.norm(hidden)
 
 # %% ../../nbs/13_decoder.ipynb #checkpoint-names
 STACKED = {
@@ -350,6 +353,7 @@ def torch_dtype(
 # %% ../../nbs/13_decoder.ipynb #decoder
 class DecoderForCausalLM(nn.Module):
     "A decoder of any supported family, from token ids to logits."
+    takes_rows = True   # `forward` can be asked for a part of the rows
 
     def __init__(self,
         model_config: ModelConfig, # the model; its dtype is the weights'
@@ -368,9 +372,10 @@ class DecoderForCausalLM(nn.Module):
         input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
         positions: Tensor, # [num_tokens] int64; [3, num_tokens] for M-RoPE
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
-    ) -> Tensor:                  # [num_tokens, hidden_size]
+        rows: Tensor | None = None, # [wanted] int64, to be sampled; None: all
+    ) -> Tensor:                  # [num_tokens or wanted, hidden_size]
         "Hidden states of a ragged batch; needs a forward context."
-        return self.model(input_ids, positions, inputs_embeds)
+        return self.model(input_ids, positions, inputs_embeds, rows)
 
     def compute_logits(self,
         hidden: Tensor, # [rows, hidden_size], the rows that are asked for
@@ -400,6 +405,18 @@ class DecoderForCausalLM(nn.Module):
     def packed(self) -> bool: # True: plain copies of the matrices are gone
         "Whether the weights were packed."
         return self.lm_head.packed
+
+# %% ../../nbs/13_decoder.ipynb #hidden-of-rows
+def hidden_of_rows(
+    run_model: Callable, # the model, or what runs it compiled or recorded
+    inputs: tuple,       # (input_ids, positions), and perhaps embeddings
+    rows: Tensor | None, # [wanted] int64; None: all
+) -> Tensor:             # [num_tokens or wanted, hidden_size]
+    "Run the model for some rows; one that can computes only them at its end."
+    if rows is None: return run_model(*inputs)
+    if getattr(run_model, "takes_rows", False):
+        return run_model(*inputs, rows=rows)
+    return run_model(*inputs)[rows]
 
 # %% ../../nbs/13_decoder.ipynb #multimodal-models
 MULTIMODAL_MODELS: dict[str, tuple[str, str]] = {  # by architecture

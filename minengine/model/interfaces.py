@@ -67,6 +67,7 @@ class SupportsMultiModal(nn.Module):
     "A decoder, and beside it what a family needs to turn images into rows."
     supports_multimodal = True  # the runner merges rows of images and words
     uses_mrope = False          # True: three positions for each token
+    takes_rows = True           # `forward` can be asked for a part of them
     prefixes = PREFIXES         # a checkpoint's names, and names here
     unused_weights: tuple[str, ...] = ()  # starts of names nobody needs
 
@@ -81,9 +82,10 @@ class SupportsMultiModal(nn.Module):
         input_ids: Tensor | None, # [num_tokens] int; None beside embeddings
         positions: Tensor, # [num_tokens] int64, or [3, num_tokens]
         inputs_embeds: Tensor | None = None, # [num_tokens, hidden_size]
-    ) -> Tensor:           # [num_tokens, hidden_size]
+        rows: Tensor | None = None, # [wanted] int64, to be sampled; None: all
+    ) -> Tensor:           # [num_tokens or wanted, hidden_size]
         "The decoder's hidden states; needs a forward context."
-        return self.language_model(input_ids, positions, inputs_embeds)
+        return self.language_model(input_ids, positions, inputs_embeds, rows)
 
     def compute_logits(self,
         hidden: Tensor, # [rows, hidden_size], the rows that are asked for

@@ -37,7 +37,7 @@ def rms_norm(
 
 # %% ../../nbs/12_layers.ipynb #rms-norm
 class RMSNorm(nn.Module):
-    "Root mean square normalisation, with the residual addition before it."
+    "Root mean square normalisation over the last dimension."
 
     def __init__(self,
         size: int,         # numbers that are normalised together
@@ -50,14 +50,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(ones, requires_grad=False)
 
     def forward(self,
-        x: Tensor,                      # [..., size]
-        residual: Tensor | None = None, # what flows past, like `x`
-    ) -> Tensor | tuple[Tensor, Tensor]: # normed, or (normed, new residual)
-        "Normalise `x`, or `x + residual` and hand the sum on, too."
-        if residual is None:
-            return rms_norm(x, self.weight, self.size, self.eps)
-        residual = residual + x
-        return rms_norm(residual, self.weight, self.size, self.eps), residual
+        x: Tensor, # [..., size]
+    ) -> Tensor:   # like `x`
+        "Normalise; `x` stays as it is."
+        return rms_norm(x, self.weight, self.size, self.eps)
 
 # %% ../../nbs/12_layers.ipynb #qk-norm
 class QKNorm(nn.Module):
@@ -362,6 +358,7 @@ class MLP(nn.Module):
 
     def forward(self,
         x: Tensor, # [..., hidden_size]
-    ) -> Tensor:   # the same shape
+        residual: Tensor | None = None, # like `x`, to add to the result
+    ) -> Tensor:   # like `x`
         "Gate and up, their product, then down."
-        return self.down_proj(self.gate_up_proj(x))
+        return self.down_proj(self.gate_up_proj(x), residual)

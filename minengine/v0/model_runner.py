@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PADDING', 'MAX_LOGITS', 'positions_to_compute', 'SequenceInput', 'make_sequence_input', 'get_graph_batch_size',
            'make_attention_metadata', 'ModelInput', 'make_model_input', 'PromptScores', 'score_prompts',
-           'rows_to_score', 'largest_step', 'ModelRunner']
+           'rows_to_score', 'largest_step', 'rows_to_run', 'ModelRunner']
 
 # %% ../../nbs/25_v0_model_runner.ipynb #export-imports
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from ..attention.metadata import set_forward_context
 from ..config import VllmConfig
 from ..logits import compute_logprobs
 from ..logits import gather_logprobs
+from ..model.decoder import hidden_of_rows
 from ..outputs import Logprob
 from ..sampling_params import SamplingParams
 from .sampler import SampledTokens
@@ -265,6 +266,16 @@ def _check_order(told):
     if kinds != sorted(kinds, reverse=True):
         raise ValueError(f"prefills must come before decodes, got {kinds}")
 
+# %% ../../nbs/25_v0_model_runner.ipynb #rows-to-run
+def rows_to_run(
+    model_input: ModelInput,
+) -> Tensor | None: # int64, the selected rows; None: run all of them
+    "Which rows the last layer must finish."
+    selected = model_input.selected_token_indices
+    all_rows = len(selected) == len(model_input.input_tokens)
+    if model_input.scored_rows or all_rows or not len(selected): return None
+    return selected
+
 # %% ../../nbs/25_v0_model_runner.ipynb #image-runner
 def _make_image_runner(model, device) -> Any: # None: the model reads words
     if not getattr(model, "supports_multimodal", False): return None
@@ -339,29 +350,33 @@ class ModelRunner:
     def forward(self,
         model_input: ModelInput,
         kv_caches: list[Tensor], # the pool of each layer; empty: measuring
-    ) -> Tensor:                 # [rows, hidden_size]
+        rows: Tensor | None = None, # [wanted] int64; None: all
+    ) -> Tensor:                 # [rows or wanted, hidden_size]
         "Run the model, or replay it; keys and values are written."
         graphs, metadata = self.decode_graphs, model_input.attn_metadata
         sees = bool(model_input.placeholder_map)
         if graphs is not None and kv_caches and not sees:
             hidden = graphs(model_input, kv_caches)
-            if hidden is not None: return hidden
+            if hidden is not None:
+                return hidden if rows is None else hidden[rows]
         if not kv_caches: metadata = None
         inputs = model_input.input_tokens, model_input.input_positions
         if sees: inputs = self.images.model_inputs(model_input)
         with set_forward_context(metadata, kv_caches, self.backend):
-            return self.run_model(*inputs)
+            return hidden_of_rows(self.run_model, inputs, rows)
 
     def follow(self,
         model_input: ModelInput, # from the driver; nothing to sample with
         kv_caches: list[Tensor], # the pool of each layer
     ):
         "Run the model, and this rank's part of all logits the driver makes."
-        hidden = self.forward(model_input, kv_caches)
+        rows = rows_to_run(model_input)
+        hidden = self.forward(model_input, kv_caches, rows)
         for low, high in model_input.scored_rows or ():
             self.model.compute_logits(hidden[low:high])
         selected = model_input.selected_token_indices
-        if len(selected): self.model.compute_logits(hidden[selected])
+        if rows is None: hidden = hidden[selected]
+        if len(selected): self.model.compute_logits(hidden)
 
     @torch.inference_mode()
     def run(self,
@@ -371,12 +386,13 @@ class ModelRunner:
     ) -> tuple[SampledTokens | None, dict]: # draws; scores of prompts
         "Run the model and sample; the draws stay on the device."
         compute_logits, logits = self.model.compute_logits, None
-        metadata = model_input.sampling_metadata
-        hidden = self.forward(model_input, kv_caches)
+        metadata, rows = model_input.sampling_metadata, rows_to_run(model_input)
+        hidden = self.forward(model_input, kv_caches, rows)
         scores = score_prompts(self.prompt_scores, model_input, hidden,
                                compute_logits, self.max_logits_rows)
         if metadata.sample_rows:
-            logits = compute_logits(hidden[model_input.selected_token_indices])
+            if rows is None: hidden = hidden[model_input.selected_token_indices]
+            logits = compute_logits(hidden)
             apply_logits_processors(logits, metadata)
         # The device is busy: time for what the last step brought.
         if async_callback is not None: async_callback()

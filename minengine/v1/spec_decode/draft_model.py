@@ -22,6 +22,7 @@ from ...logits import SamplingMetadata
 from ...logits import sample_greedy
 from ...logits import sample_random
 from ...model.checkpoint import load_model
+from ...model.decoder import hidden_of_rows
 from ...model.memory import model_dtype
 from ..core.scheduler_output import SchedulerOutput
 from ..sampler import apply_cuts
@@ -29,7 +30,7 @@ from .ngram_proposer import num_drafts_wanted
 from ..worker.block_table import compute_slot_mapping
 from ..worker.input_batch import CachedRequestState
 from ..worker.input_batch import InputBatch
-from ..worker.model_runner import last_of_each
+from ..worker.model_runner import last_rows
 from ..worker.model_runner import make_kv_caches
 from ..worker.model_runner import ragged_positions
 
@@ -207,8 +208,7 @@ class DraftModelProposer:
             batch, rows, starts[rows], (ends - starts)[rows],
             self.block_size, self.device)
         ids = torch.from_numpy(batch.tokens.token_ids[which, positions])
-        hidden = last_of_each(
-            self._forward(ids.to(self.device), positions, metadata), metadata)
+        hidden = self._forward(ids.to(self.device), positions, metadata)
         left = np.flatnonzero(wanted[rows])
         hidden = hidden[torch.from_numpy(left).to(self.device)]
         self._guess(batch, rows[left], hidden, known, wanted, states)
@@ -218,7 +218,8 @@ class DraftModelProposer:
         positions = torch.from_numpy(positions).to(self.device)
         backend = self.config.device_config.attention_backend
         with set_forward_context(metadata, self.kv_caches, backend):
-            return self.model(input_ids, positions)
+            return hidden_of_rows(self.model, (input_ids, positions),
+                                  last_rows(metadata))
 
     def _guess(self, batch, rows, hidden, known, wanted, states):
         "Draft after draft for the rows that want more, into their states."

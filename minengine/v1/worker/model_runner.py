@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_LOGITS', 'ragged_positions', 'logits_rows', 'make_request_state', 'apply_delta', 'update_batch', 'StepBuffers',
-           'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'begin_scores', 'last_of_each',
+           'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'begin_scores', 'last_rows',
            'drafts_and_rows', 'demanding_metadata', 'profile_sampling', 'max_logits_rows', 'make_kv_caches',
            'ModelRunner']
 
@@ -25,6 +25,7 @@ from ...config import cdiv
 from ...logits import compute_logprobs
 from ...logits import gather_logprobs
 from ...logits import SamplingMetadata
+from ...model.decoder import hidden_of_rows
 from ...model.memory import model_dtype
 from ...parallel import num_kv_heads_of_rank
 from ...sampling_params import SamplingParams
@@ -303,26 +304,27 @@ def begin_scores(
         if k is None: continue
         unfinished[data.req_id] = PromptLogprobs(data.prompt_token_ids, k)
 
-# %% ../../../nbs/51_v1_model_runner.ipynb #last-of-each
-def last_of_each(
-    hidden: Tensor,              # [num_tokens, hidden_size]
+# %% ../../../nbs/51_v1_model_runner.ipynb #last-rows
+def last_rows(
     metadata: AttentionMetadata,
-) -> Tensor:                     # [num_reqs, hidden_size]
-    "The hidden state of each row's last token."
-    if metadata.num_tokens == metadata.num_seqs: return hidden
-    return hidden[metadata.query_start_loc[1:].long() - 1]
+) -> Tensor | None: # [num_reqs] int64; None: every row is one
+    "The row of each request's last token."
+    if metadata.num_tokens == metadata.num_seqs: return None
+    return metadata.query_start_loc[1:].long() - 1
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #drafts-and-rows
 def drafts_and_rows(
     batch: InputBatch,
     metadata: AttentionMetadata,
     scheduled_drafts: dict[str, list[int]], # by request id
-) -> tuple[list[list[int]], Tensor]: # by row; rows of hidden states, int64
-    "The drafts of each row, and where its logits come from."
+) -> tuple[list[list[int]] | None, Tensor | None]: # by row; rows of logits
+    "The drafts of each row, and where its logits come from; None: as always."
+    if not scheduled_drafts: return None, last_rows(metadata)
     drafts = [scheduled_drafts.get(req_id, []) for req_id in batch.req_ids]
     counts = np.diff(metadata.query_start_loc_cpu)
     num_drafts = np.array([len(d) for d in drafts])
-    return drafts, torch.from_numpy(logits_rows(counts, num_drafts))
+    rows = torch.from_numpy(logits_rows(counts, num_drafts))
+    return drafts, rows.to(metadata.query_start_loc.device)
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #demanding-metadata
 def demanding_metadata(
@@ -429,18 +431,16 @@ class ModelRunner:
         counts = np.fromiter(
             (output.num_scheduled_tokens[r] for r in batch.req_ids), np.int32)
         metadata = self.buffers.fill(batch, counts)
-        hidden = self.forward(metadata)
-        prompt_logprobs = self.prompt_logprobs and score_prompts(
-            self.prompt_logprobs, batch, metadata, hidden,
-            self.model.compute_logits, self.max_logits_rows)
-        token_ids, logprobs = self._sample(
-            hidden, metadata, output.scheduled_spec_decode_tokens)
+        to_verify, rows = drafts_and_rows(
+            batch, metadata, output.scheduled_spec_decode_tokens)
+        hidden, prompt_logprobs = self._forward_and_score(metadata, rows)
+        token_ids, logprobs = self._sample(hidden, to_verify)
         drafts = self.proposer and self.proposer.propose(
             batch, self.requests, metadata.seq_lens_cpu, token_ids)
         # Copies: the batch's own lists change with the next step.
         return ModelRunnerOutput(
             list(batch.req_ids), dict(batch.req_id_to_index), token_ids,
-            drafts, logprobs, prompt_logprobs or {})
+            drafts, logprobs, prompt_logprobs)
 
     def _update_states(self, output):
         if output.scheduled_encoder_inputs and self.images is None:
@@ -450,39 +450,47 @@ class ModelRunner:
         update_batch(self.batch, self.requests, output, self.device)
         if self.images: self.images.update(self.requests, output)
 
+    def _forward_and_score(self, metadata, rows):
+        "The hidden states of `rows`, and the scores of finished prompts."
+        if not self.prompt_logprobs: return self.forward(metadata, rows), {}
+        hidden = self.forward(metadata)   # scores look at all of a prompt
+        scores = score_prompts(
+            self.prompt_logprobs, self.batch, metadata, hidden,
+            self.model.compute_logits, self.max_logits_rows)
+        return (hidden if rows is None else hidden[rows]), scores
+
     def forward(self,
         metadata: AttentionMetadata, # of the step that is in the buffers
-    ) -> Tensor:                     # [num_tokens, hidden_size]
+        rows: Tensor | None = None,  # [wanted] int64; None: all
+    ) -> Tensor:                     # [num_tokens or wanted, hidden_size]
         "Run the model on the buffers; a padded tail goes in, and is cut off."
         size = self.num_input_tokens(metadata.num_tokens)
         inputs = self.buffers.model_inputs(size)
         if self.images: inputs = self.images.model_inputs(
             *inputs, self.batch, self.requests, metadata)
         with set_forward_context(metadata, self.kv_caches, self.backend):
-            return self.run_model(*inputs)[:metadata.num_tokens]
+            hidden = hidden_of_rows(self.run_model, inputs, rows)
+        return hidden[:metadata.num_tokens]
 
-    def _sample(self, hidden, metadata, scheduled_drafts):
+    def _sample(self, hidden, drafts):
         n, tokens = self.batch.num_reqs, self.batch.tokens
         complete = self.buffers.seq_lens.np[:n] >= tokens.num_tokens_no_spec[:n]
         if not complete.any():
             # The next step overwrites host buffers that a GPU may yet copy.
             if self.device.type == "cuda": torch.cuda.synchronize()
             return [[] for _ in range(n)], None
-        if scheduled_drafts:
-            token_ids, tensors = self._verify(
-                hidden, metadata, scheduled_drafts, complete)
+        logits = self.model.compute_logits(hidden)
+        if drafts:
+            token_ids, tensors = self._verify(logits, drafts, complete)
         else:
-            logits = self.model.compute_logits(last_of_each(hidden, metadata))
             token_ids, tensors = self.sampler(logits, hide_generators(
                 self.batch.sampling_metadata(), complete))
             token_ids = token_ids.tolist()   # waits for the device
         logprobs = None if tensors is None else logprobs_to_lists(tensors)
         return keep_sampled(self.batch, complete, token_ids), logprobs
 
-    def _verify(self, hidden, metadata, scheduled_drafts, complete):
+    def _verify(self, logits, drafts, complete):
         batch, proposer = self.batch, self.proposer
-        drafts, rows = drafts_and_rows(batch, metadata, scheduled_drafts)
-        logits = self.model.compute_logits(hidden[rows.to(self.device)])
         probs = proposer and proposer.draft_probs(batch.req_ids, drafts)
         return self.verifier(logits, batch.sampling_metadata(), drafts,
                              probs, complete.tolist())
