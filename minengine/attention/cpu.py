@@ -233,10 +233,10 @@ def cpu_write_kv(
     metadata: AttentionMetadata,  # the step
 ):
     "Write row i to slot `metadata.slot_mapping[i]`; padding writes nowhere."
-    name = _, block_size = "cpu write", kv_cache.shape[2]
+    name = "cpu write", kv_cache.shape, kv_cache.stride()
     plan = metadata.plans.get(name)
     if plan is None:
-        plan = rows_to_write(metadata.slot_mapping, block_size)
+        plan = rows_to_write(metadata.slot_mapping, kv_cache)
         metadata.plans[name] = plan
     write_rows(key, value, kv_cache, *plan)
 

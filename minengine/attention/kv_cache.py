@@ -106,27 +106,29 @@ def _repeat_a_real_row(slots: Tensor, kv: Tensor, pool: Tensor):
 # %% ../../nbs/05_kv_cache.ipynb #rows-to-write
 def rows_to_write(
     slot_mapping: Tensor, # [num_tokens] int64 on the CPU; -1 for padding
-    block_size: int,      # tokens per block
-) -> tuple[Tensor | slice, tuple[Tensor, Tensor]]: # real rows; (blocks, tokens)
-    "Take padding out of a slot mapping, and find block and place in it."
+    kv_cache: Tensor,     # the pool of any layer
+) -> tuple[Tensor | slice, Tensor]: # real rows; [rows * heads] of `pool_rows`
+    "Take padding out of a slot mapping, and find the pool's rows."
     if slot_mapping.dtype != torch.int64:
         raise ValueError(f"slots must be int64, got {slot_mapping.dtype}")
     rows = slice(0, len(slot_mapping))
     if len(slot_mapping) and int(slot_mapping.min()) < 0:
         rows = (slot_mapping >= 0).nonzero().flatten()
-    slots = slot_mapping[rows]
-    return rows, (slots // block_size, slots % block_size)
+    first, next_head = rows_of_slots(slot_mapping[rows, None], kv_cache)
+    heads = torch.arange(kv_cache.shape[3]) * next_head
+    return rows, (first + heads).flatten()
 
 def write_rows(
     key: Tensor,             # [num_rows, num_kv_heads, head_dim]
     value: Tensor,           # [num_rows, num_kv_heads, head_dim]
     kv_cache: Tensor,        # the pool of one layer
     rows: Tensor | slice,    # those of `key` and `value` that are real
-    places: tuple[Tensor, Tensor], # the block and the place in it for each
+    targets: Tensor,         # the pool's rows for each of their heads
 ):
     "Write where `rows_to_write` says, in place."
-    for pool, new in zip(kv_cache, (key, value)):
-        pool.index_put_(places, new[rows].to(pool.dtype))
+    for pool, new in zip(pool_rows(kv_cache), (key, value)):
+        new = new[rows].reshape(-1, pool.shape[1]).to(pool.dtype)
+        pool.index_put_((targets,), new)
 
 # %% ../../nbs/05_kv_cache.ipynb #write-kv
 def write_kv(
@@ -138,7 +140,7 @@ def write_kv(
     "Write row i to slot `slot_mapping[i]`, in place; padding writes nowhere."
     num_tokens = len(slot_mapping)   # the slots say how many rows are real
     if slot_mapping.is_cpu:          # here a look is free
-        rows = rows_to_write(slot_mapping, kv_cache.shape[2])
+        rows = rows_to_write(slot_mapping, kv_cache)
         return write_rows(key, value, kv_cache, *rows)
     pool = kv_cache.view(2, -1, *kv_cache.shape[3:])   # by slot
     kv = torch.stack([key[:num_tokens], value[:num_tokens]]).to(pool.dtype)
