@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PADDING', 'MAX_LOGITS', 'positions_to_compute', 'SequenceInput', 'make_sequence_input', 'get_graph_batch_size',
            'make_attention_metadata', 'ModelInput', 'make_model_input', 'PromptScores', 'score_prompts',
-           'rows_to_score', 'largest_step', 'rows_to_run', 'ModelRunner']
+           'rows_to_score', 'largest_step', 'rows_to_run', 'pick_rows', 'selected_of', 'ModelRunner']
 
 # %% ../../nbs/25_v0_model_runner.ipynb #export-imports
 from dataclasses import dataclass
@@ -276,6 +276,19 @@ def rows_to_run(
     if model_input.scored_rows or all_rows or not len(selected): return None
     return selected
 
+def pick_rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
+    "Some rows, or all of them."
+    return hidden if rows is None else hidden[rows]
+
+def selected_of(
+    model_input: ModelInput,
+    hidden: Tensor,       # [all rows, or the selected, hidden_size]
+    rows: Tensor | None,  # what `rows_to_run` said
+) -> Tensor:              # [selected, hidden_size]
+    "The hidden states to make logits of."
+    if rows is not None: return hidden   # no others were finished
+    return hidden[model_input.selected_token_indices]
+
 # %% ../../nbs/25_v0_model_runner.ipynb #image-runner
 def _make_image_runner(model, device) -> Any: # None: the model reads words
     if not getattr(model, "supports_multimodal", False): return None
@@ -357,8 +370,7 @@ class ModelRunner:
         sees = bool(model_input.placeholder_map)
         if graphs is not None and kv_caches and not sees:
             hidden = graphs(model_input, kv_caches)
-            if hidden is not None:
-                return hidden if rows is None else hidden[rows]
+            if hidden is not None: return pick_rows(hidden, rows)
         if not kv_caches: metadata = None
         inputs = model_input.input_tokens, model_input.input_positions
         if sees: inputs = self.images.model_inputs(model_input)
@@ -374,9 +386,8 @@ class ModelRunner:
         hidden = self.forward(model_input, kv_caches, rows)
         for low, high in model_input.scored_rows or ():
             self.model.compute_logits(hidden[low:high])
-        selected = model_input.selected_token_indices
-        if rows is None: hidden = hidden[selected]
-        if len(selected): self.model.compute_logits(hidden)
+        hidden = selected_of(model_input, hidden, rows)
+        if len(hidden): self.model.compute_logits(hidden)
 
     @torch.inference_mode()
     def run(self,
@@ -391,8 +402,7 @@ class ModelRunner:
         scores = score_prompts(self.prompt_scores, model_input, hidden,
                                compute_logits, self.max_logits_rows)
         if metadata.sample_rows:
-            if rows is None: hidden = hidden[model_input.selected_token_indices]
-            logits = compute_logits(hidden)
+            logits = compute_logits(selected_of(model_input, hidden, rows))
             apply_logits_processors(logits, metadata)
         # The device is busy: time for what the last step brought.
         if async_callback is not None: async_callback()
@@ -405,8 +415,7 @@ class ModelRunner:
         async_callback: Callable[[], None] | None = None,
     ) -> SamplerOutput: # an entry for each group
         "Run one step, and wait for what was drawn."
-        drawn = self.run(model_input, kv_caches, async_callback)
-        sampled, scores = drawn
+        sampled, scores = self.run(model_input, kv_caches, async_callback)
         return build_sampler_output(
             sampled, model_input.sampling_metadata, scores)
 

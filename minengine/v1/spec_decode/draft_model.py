@@ -215,11 +215,10 @@ class DraftModelProposer:
         return [s.token_ids for s in states]
 
     def _forward(self, input_ids, positions, metadata):
-        positions = torch.from_numpy(positions).to(self.device)
+        inputs = input_ids, torch.from_numpy(positions).to(self.device)
         backend = self.config.device_config.attention_backend
         with set_forward_context(metadata, self.kv_caches, backend):
-            return hidden_of_rows(self.model, (input_ids, positions),
-                                  last_rows(metadata))
+            return hidden_of_rows(self.model, inputs, last_rows(metadata))
 
     def _guess(self, batch, rows, hidden, known, wanted, states):
         "Draft after draft for the rows that want more, into their states."

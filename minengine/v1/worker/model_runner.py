@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MAX_LOGITS', 'ragged_positions', 'logits_rows', 'make_request_state', 'apply_delta', 'update_batch', 'StepBuffers',
            'keep_sampled', 'hide_generators', 'PromptLogprobs', 'score_prompts', 'begin_scores', 'last_rows',
-           'drafts_and_rows', 'demanding_metadata', 'profile_sampling', 'max_logits_rows', 'make_kv_caches',
-           'ModelRunner']
+           'forward_and_score', 'drafts_and_rows', 'demanding_metadata', 'profile_sampling', 'max_logits_rows',
+           'make_kv_caches', 'ModelRunner']
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #export-imports
 from dataclasses import replace
@@ -312,6 +312,20 @@ def last_rows(
     if metadata.num_tokens == metadata.num_seqs: return None
     return metadata.query_start_loc[1:].long() - 1
 
+# %% ../../../nbs/51_v1_model_runner.ipynb #forward-and-score
+def forward_and_score(
+    runner: Any,         # a `ModelRunner` with a step in its buffers
+    metadata: AttentionMetadata,
+    rows: Tensor | None, # [wanted] int64, to sample from; None: all
+) -> tuple[Tensor, dict]: # hidden states of `rows`; scores of finished prompts
+    "Run the model for the rows that are sampled, and for scores if wanted."
+    if not runner.prompt_logprobs: return runner.forward(metadata, rows), {}
+    hidden = runner.forward(metadata)
+    scores = score_prompts(
+        runner.prompt_logprobs, runner.batch, metadata, hidden,
+        runner.model.compute_logits, runner.max_logits_rows)
+    return (hidden if rows is None else hidden[rows]), scores
+
 # %% ../../../nbs/51_v1_model_runner.ipynb #drafts-and-rows
 def drafts_and_rows(
     batch: InputBatch,
@@ -433,7 +447,7 @@ class ModelRunner:
         metadata = self.buffers.fill(batch, counts)
         to_verify, rows = drafts_and_rows(
             batch, metadata, output.scheduled_spec_decode_tokens)
-        hidden, prompt_logprobs = self._forward_and_score(metadata, rows)
+        hidden, prompt_logprobs = forward_and_score(self, metadata, rows)
         token_ids, logprobs = self._sample(hidden, to_verify)
         drafts = self.proposer and self.proposer.propose(
             batch, self.requests, metadata.seq_lens_cpu, token_ids)
@@ -449,15 +463,6 @@ class ModelRunner:
         if self.proposer: self.proposer.update(output)
         update_batch(self.batch, self.requests, output, self.device)
         if self.images: self.images.update(self.requests, output)
-
-    def _forward_and_score(self, metadata, rows):
-        "The hidden states of `rows`, and the scores of finished prompts."
-        if not self.prompt_logprobs: return self.forward(metadata, rows), {}
-        hidden = self.forward(metadata)   # scores look at all of a prompt
-        scores = score_prompts(
-            self.prompt_logprobs, self.batch, metadata, hidden,
-            self.model.compute_logits, self.max_logits_rows)
-        return (hidden if rows is None else hidden[rows]), scores
 
     def forward(self,
         metadata: AttentionMetadata, # of the step that is in the buffers
