@@ -102,10 +102,12 @@ class MultiModalConfig:
 
     @property
     def max_images(self) -> int | None: # a prompt; None: as many as fit
+        "Images that one prompt may have."
         return (self.limit_per_prompt or {}).get("image")
 
     @property
     def cache_bytes(self) -> int: # for each of the caches
+        "Room for processed images."
         return int(self.mm_processor_cache_gb * 2**30)
 
 # %% ../nbs/01_config.ipynb #model-config
@@ -143,34 +145,45 @@ class ModelConfig:
 
     @property
     def hf_text_config(self) -> Any: # of the decoder alone
+        "The decoder's part of the config."
         return get_hf_text_config(self.hf_config)
 
     @property
     def is_multimodal(self) -> bool: # True: it has a tower for images
+        "Whether the model sees images."
         return getattr(self.hf_config, "vision_config", None) is not None
 
     @property
-    def num_layers(self) -> int: return self.hf_text_config.num_hidden_layers
+    def num_layers(self) -> int:
+        "Layers of the decoder."
+        return self.hf_text_config.num_hidden_layers
 
     @property
     def num_attention_heads(self) -> int:
+        "Query heads, over all ranks."
         return self.hf_text_config.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
+        "Key/value heads, over all ranks."
         given = getattr(self.hf_text_config, "num_key_value_heads", None)
         return given or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
+        "Numbers per head."
         given = getattr(self.hf_text_config, "head_dim", None)
         return given or self.hidden_size // self.num_attention_heads
 
     @property
-    def vocab_size(self) -> int: return self.hf_text_config.vocab_size
+    def vocab_size(self) -> int:
+        "Token ids that the embedding knows."
+        return self.hf_text_config.vocab_size
 
     @property
-    def hidden_size(self) -> int: return self.hf_text_config.hidden_size
+    def hidden_size(self) -> int:
+        "Numbers per token between layers."
+        return self.hf_text_config.hidden_size
 
 # %% ../nbs/01_config.ipynb #cache-config
 @dataclass
@@ -284,6 +297,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
+        "Workers in all."
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 # %% ../nbs/01_config.ipynb #device-config

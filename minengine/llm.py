@@ -393,13 +393,17 @@ class LLM:
         return default_sampling_params(config)
 
     def get_tokenizer(self): # None with `skip_tokenizer_init`
+        "What turns text into token ids and back."
         return self.llm_engine.get_tokenizer()
 
     def reset_prefix_cache(self) -> bool: # False: a stream is running
+        "Forget all cached prefixes."
         return self.llm_engine.reset_prefix_cache()
 
     def reset_mm_cache(self):
         "Forget all processed images, in both processes; V0 remembers none."
         if self.engine_name == "v1": self.llm_engine.reset_mm_cache()
 
-    def shutdown(self): self.llm_engine.shutdown() # the end of this object
+    def shutdown(self): # the end of this object
+        "End the engine and its processes."
+        self.llm_engine.shutdown()

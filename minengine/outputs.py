@@ -97,14 +97,17 @@ class SpecDecodingStats:
 
     @property
     def acceptance_rate(self) -> float: # share of drafts that were kept
+        "How good the drafts were."
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def num_emitted_tokens(self) -> int: # kept drafts, and one more each time
+        "Tokens that came of all verifications."
         return self.num_accepted_tokens + self.num_drafts
 
     @property
     def system_efficiency(self) -> float: # 1: every draft was right
+        "Tokens that came, of all that could have come."
         most = self.num_draft_tokens + self.num_drafts
         return self.num_emitted_tokens / max(most, 1)
 

@@ -76,15 +76,22 @@ class ByteTokenizer:
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
     @property
-    def vocab_size(self) -> int: return 256 + len(self.special_tokens)
+    def vocab_size(self) -> int:
+        "Bytes and special tokens."
+        return 256 + len(self.special_tokens)
     def __len__(self) -> int: return self.vocab_size
 
     @property
-    def all_special_tokens(self) -> list[str]: return list(self.special_tokens)
+    def all_special_tokens(self) -> list[str]:
+        "The names of the special tokens."
+        return list(self.special_tokens)
     @property
-    def all_special_ids(self) -> list[int]: return list(range(256, len(self)))
+    def all_special_ids(self) -> list[int]:
+        "The ids of the special tokens, behind the bytes."
+        return list(range(256, len(self)))
 
     def token_bytes(self, token_id: int) -> bytes: # b"" outside the vocabulary
+        "The bytes that a token stands for; a special one is its name."
         if 0 <= token_id < 256: return bytes([token_id])
         inside = 256 <= token_id < len(self)
         return self.special_tokens[token_id - 256].encode() if inside else b""
@@ -92,6 +99,7 @@ class ByteTokenizer:
     def encode(self,
         text: str, add_special_tokens: bool = True, **_,
     ) -> list[int]:
+        "One token per byte, or per name of a special token."
         names, ids = "|".join(map(re.escape, self.special_tokens)), []
         for part in re.split(f"({names})", text):
             if part in self.special_tokens:
@@ -105,11 +113,13 @@ class ByteTokenizer:
         return {"input_ids": ids}
 
     def decode(self, token_ids, skip_special_tokens: bool = False, **_) -> str:
+        "The text; what is no UTF-8 becomes a replacement character."
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         shown = [i for i in ids if i < 256 or not skip_special_tokens]
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def convert_ids_to_tokens(self, ids):
+        "A printable name for each id."
         if not isinstance(ids, int):
             return [self.convert_ids_to_tokens(i) for i in ids]
         if ids < 256: return f"<0x{ids:02X}>"
@@ -117,6 +127,7 @@ class ByteTokenizer:
 
     def apply_chat_template(self, messages, add_generation_prompt=False,
                             chat_template=None, tokenize=True, **_):
+        "A conversation as this tokenizer's template writes it."
         template = jinja2.Template(chat_template or self.chat_template)
         text = template.render(messages=messages,
                                add_generation_prompt=add_generation_prompt)

@@ -220,10 +220,35 @@ def read_module(path: Path, root: Path) -> Module:
     return Module(name, path.relative_to(root).as_posix(), ast.get_docstring(tree) or "", entries)
 
 
+def take_over(entry: Entry, base: Entry):
+    "What a method leaves unsaid, its base class may have said."
+    entry.doc = entry.doc or base.doc
+    said = {row.name: row for row in base.rows}
+    for row in entry.rows:
+        if other := said.get(row.name): row.type, row.text = row.type or other.type, row.text or other.text
+
+
+def inherit(modules: list[Module]):
+    "Fill in what methods leave to a base class of the package, the nearest first."
+    classes = {e.name: e for m in modules for e in m.entries if e.kind == "class"}
+    def bases_of(entry, seen=()):
+        for name in (b.rpartition(".")[2] for b in entry.bases):
+            if name in classes and name not in seen:
+                yield classes[name]
+                yield from bases_of(classes[name], (*seen, name))
+    for entry in classes.values():
+        for base in bases_of(entry):
+            for member in entry.members:
+                for other in base.members:
+                    if member.name.rpartition(".")[2] == other.name.rpartition(".")[2]: take_over(member, other)
+
+
 def read_package(root: Path, package: str = "minengine") -> list[Module]:
     "Every module that has public names, by name."
     files = sorted(p for p in (root / package).rglob("*.py") if p.name != "_modidx.py")
-    return [m for m in (read_module(p, root) for p in files) if m.entries]
+    modules = [m for m in (read_module(p, root) for p in files) if m.entries]
+    inherit(modules)
+    return modules
 
 
 # ---------------------------------------------------------------- as Markdown

@@ -137,16 +137,20 @@ class SequenceQueues:
             if seq.is_finished(): self.free_seq(seq)
         if group.is_finished(): self._forget(group)
 
-    def free_seq(self, seq: Sequence): self.block_manager.free(seq)
+    def free_seq(self, seq: Sequence):
+        "Give a sequence's blocks back."
+        self.block_manager.free(seq)
 
     def fork_seq(self, parent: Sequence, child: Sequence):
         "Let a new sequence share its parent's blocks."
         self.block_manager.fork(parent, child)
 
     def get_num_unfinished_seq_groups(self) -> int:
+        "Groups that wait, run or are swapped."
         return len(self.waiting) + len(self.running) + len(self.swapped)
 
     def has_unfinished_seqs(self) -> bool:
+        "Whether any group waits, runs or is swapped."
         return self.get_num_unfinished_seq_groups() > 0
 
     def get_and_reset_finished_requests_ids(self) -> list[str]:
@@ -155,9 +159,11 @@ class SequenceQueues:
         return ids
 
     def reset_prefix_cache(self) -> bool: # False: refused, blocks are in use
+        "Forget all cached prefixes."
         return self.block_manager.reset_prefix_cache()
 
     def get_prefix_cache_hit_rate(self) -> float | None: # None: no caching
+        "Share of looked-up blocks that were found."
         return self.block_manager.get_prefix_cache_hit_rate()
 
 # %% ../../nbs/22c_v0_queues.ipynb #moves

@@ -33,10 +33,13 @@ class RequestStatus(enum.IntEnum):
     FINISHED_IGNORED = 6        # can never run here: no token was made
 
     @property
-    def is_finished(self) -> bool: return self > RequestStatus.PREEMPTED
+    def is_finished(self) -> bool:
+        "Whether this is an end."
+        return self > RequestStatus.PREEMPTED
 
     @property
     def finish_reason(self) -> FinishReason | None: # None: not finished
+        "What users are told of an end."
         return _FINISH_REASONS.get(self)
 
 _FINISH_REASONS = {
@@ -149,10 +152,13 @@ class Request:
         self.num_tokens += len(new)
 
     @property
-    def num_output_tokens(self) -> int: return len(self._output_token_ids)
+    def num_output_tokens(self) -> int:
+        "Tokens generated so far."
+        return len(self._output_token_ids)
 
     @property
     def num_tokens_with_spec(self) -> int: # what the scheduler aims for
+        "Tokens of prompt, output and drafts."
         return self.num_tokens + len(self.spec_token_ids)
 
     def get_num_encoder_tokens(self, input_id: int) -> int:

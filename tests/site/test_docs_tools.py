@@ -124,6 +124,34 @@ def test_table_keeps_its_columns(module):
     assert len({line.replace(r"\|", "").count("|") for line in lines}) == 1
 
 
+def test_a_method_says_what_its_base_class_says_unless_it_speaks_for_itself(tmp_path):
+    (tmp_path / "minengine").mkdir()
+    (tmp_path / "minengine/base.py").write_text('''
+__all__ = ["Base", "Between"]
+class Base:
+    def go(self,
+        n: int, # steps
+    ) -> bool:  # False: it stood still
+        "Move on."
+    def stop(self):
+        "Stand still."
+class Between(Base):
+    def stop(self):
+        "Stop at once."
+''')
+    (tmp_path / "minengine/child.py").write_text('''
+__all__ = ["Child"]
+class Child(base.Between, abc.ABC):
+    def go(self, n) -> bool: return n > 0
+    def stop(self): pass
+    def own(self): pass
+''')
+    child = docs_api.read_package(tmp_path)[1].entries[0]
+    go, stop, own = child.members
+    assert go.doc == "Move on." and rows(go) == [("n", "int", None, "steps"), ("returns", "bool", "", "False: it stood still")]
+    assert stop.doc == "Stop at once." and own.doc == ""
+
+
 def test_a_name_that_is_not_there_stops_the_build(tmp_path):
     (tmp_path / "minengine").mkdir()
     (tmp_path / "minengine/bad.py").write_text('__all__ = ["gone"]\n')

@@ -82,7 +82,9 @@ class BlockPool:
         self.cached = CachedBlocks()
 
     @property
-    def num_free(self) -> int: return self.free_queue.num_free_blocks
+    def num_free(self) -> int:
+        "Blocks that nobody holds, cached ones among them."
+        return self.free_queue.num_free_blocks
 
     def num_free_besides(self, hits: Iterable[KVCacheBlock]) -> int:
         "Count the blocks that stay free once `hits` are held."
@@ -180,6 +182,7 @@ class PrefixCachingMetrics:
 
     @property
     def hit_rate(self) -> float: # 0.0 before the first look-up
+        "Share of the recent queries that were hits."
         total = self.total
         return total.hits / total.queries if total.queries else 0.0
 

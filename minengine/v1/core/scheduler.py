@@ -315,17 +315,23 @@ class RequestQueues:
         self.running = [r for r in self.running if not r.status.is_finished]
 
     def get_num_unfinished_requests(self) -> int:
+        "Requests that wait or run."
         return len(self.waiting) + len(self.running)
 
     def get_num_unscheduled_requests(self) -> int: # in no step computed now
+        "Requests that no computed step holds."
         return sum(r.in_flight is None for r in self.requests.values())
 
-    def has_unfinished_requests(self) -> bool: return bool(self.requests)
+    def has_unfinished_requests(self) -> bool:
+        "Whether any request waits or runs."
+        return bool(self.requests)
 
     def has_finished_requests(self) -> bool: # that workers do not know of
+        "Whether workers must be told of ended requests."
         return bool(self.finished_req_ids)
 
     def reset_prefix_cache(self) -> bool: # False: refused, blocks are in use
+        "Forget all cached prefixes."
         return self.kv_cache_manager.reset_prefix_cache()
 
     def check_invariants(self):

@@ -113,15 +113,19 @@ class LLMEngineV1:
             self.output_processor.abort_requests(ids))
 
     def get_num_unfinished_requests(self) -> int: # the users', whatever n
+        "Requests that wait or run."
         return self.output_processor.get_num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool: # True: keep stepping
+        "Whether there is anything left to do."
         return self.output_processor.has_unfinished_requests()
 
     def get_tokenizer(self) -> Any: # None with `skip_tokenizer_init`
+        "What turns text into token ids and back."
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool: # False: requests are running
+        "Forget all cached prefixes."
         return self.engine_core.reset_prefix_cache()
 
     def reset_mm_cache(self):
@@ -130,6 +134,9 @@ class LLMEngineV1:
         self.engine_core.reset_mm_cache()
 
     def startup_summary(self) -> dict: # sizes in bytes, from a worker
+        "Where the memory went, and how many tokens fit."
         return self.engine_core.startup_summary()
 
-    def shutdown(self): self.engine_core.shutdown() # the end of this object
+    def shutdown(self): # the end of this object
+        "End the core and its workers."
+        self.engine_core.shutdown()
