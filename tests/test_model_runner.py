@@ -170,6 +170,29 @@ def test_an_empty_order_only_cleans_up():
     assert result.req_ids == [] and engine.runner.requests == {} and engine.runner.batch.req_ids == []
 
 
+def rows_behind_the_layers(engine) -> tuple[list[int], dict]:
+    "How many rows leave the last layer in each step, and the tokens."
+    seen = []
+    handle = tiny_model().model.norm.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    try: tokens = engine.run()
+    finally: handle.remove()
+    return seen, tokens
+
+
+def test_the_last_layer_finishes_only_rows_that_are_sampled(monkeypatch):
+    "Two prompts in chunks of at most 16, then decodes; with the switch off, all rows and the same tokens."
+    def play(**params):
+        engine, rng = Engine(budget=16, caching=False), random.Random(3)
+        for name, n in ("a", 10), ("b", 17):
+            engine.add(name, random_prompt(rng, n, n + 1), SamplingParams(temperature=0, ignore_eos=True, max_tokens=3, **params))
+        return rows_behind_the_layers(engine)
+    some, tokens = play()
+    assert some == [2, 2, 2, 1]                  # 10 + 6 tokens, 1 + 11, then decodes
+    assert play(prompt_logprobs=1) == ([16, 12, 2, 1], tokens)   # scores look at all of a prompt
+    monkeypatch.setattr(type(tiny_model()), "takes_rows", False)
+    assert play() == ([16, 12, 2, 1], tokens)
+
+
 # --- equality ----------------------------------------------------------------
 
 CONFIGS = [

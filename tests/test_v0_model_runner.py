@@ -284,6 +284,26 @@ def test_field_vllm_13418_padded_rows_write_nowhere():
         assert (b[:, 0] == 7.0).all()         # what the padding's block table points at
 
 
+def test_the_last_layer_finishes_only_rows_that_are_sampled(monkeypatch):
+    "A whole prompt and a chunk that draws nothing, the chunk's end, a chunk alone; scores look at all rows."
+    def play(**params):
+        seen, rig, rng = [], Rig(use_cudagraph=False), random.Random(4)
+        params = SamplingParams(temperature=0, **params)
+        a, b = (Seq(n, random_prompt(rng, 9, 10), blocks, params) for n, blocks in (("a", [3, 9, 4]), ("b", [6, 7, 8])))
+        handle = tiny_model().model.norm.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+        try:
+            rig.step(a, b, chunks={"b": 4})
+            rig.check_dense(a, b)
+            rig.step(b)
+            rig.check_dense(b)
+        finally: handle.remove()
+        return seen[::2]                         # behind each is `check_dense`
+    assert play() == [1, 1]
+    assert play(prompt_logprobs=1) == [13, 5]
+    monkeypatch.setattr(type(tiny_model()), "takes_rows", False)
+    assert play() == [13, 5]
+
+
 # --- scores of prompts ----------------------------------------------------------------------
 
 def check_scores(found, prompt, k, params):
