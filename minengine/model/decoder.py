@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'TEXT_MODEL_TYPES', 'STACKED', 'PREFIXES', 'MULTIMODAL_MODELS', 'Family', 'get_family', 'sliding_windows',
            'SelfAttention', 'DecoderLayer', 'DecoderModel', 'checkpoint_names', 'weight_targets',
-           'load_decoder_weights', 'torch_dtype', 'DecoderForCausalLM', 'hidden_of_rows', 'get_model_class']
+           'load_decoder_weights', 'torch_dtype', 'DecoderForCausalLM', 'pick_rows', 'hidden_of_rows',
+           'get_model_class']
 
 # %% ../../nbs/13_decoder.ipynb #export-imports
 import importlib
@@ -407,16 +408,22 @@ class DecoderForCausalLM(nn.Module):
         return self.lm_head.packed
 
 # %% ../../nbs/13_decoder.ipynb #hidden-of-rows
+def pick_rows(
+    hidden: Tensor,      # [num_tokens, hidden_size]
+    rows: Tensor | None, # [wanted] int64; None: all
+) -> Tensor:             # [num_tokens or wanted, hidden_size]
+    "Some rows, or all of them."
+    return hidden if rows is None else hidden[rows]
+
 def hidden_of_rows(
     run_model: Callable, # the model, or what runs it compiled or recorded
     inputs: tuple,       # (input_ids, positions), and perhaps embeddings
     rows: Tensor | None, # [wanted] int64; None: all
 ) -> Tensor:             # [num_tokens or wanted, hidden_size]
     "Run the model for some rows; one that can computes only them at its end."
-    if rows is None: return run_model(*inputs)
-    if getattr(run_model, "takes_rows", False):
+    if rows is not None and getattr(run_model, "takes_rows", False):
         return run_model(*inputs, rows=rows)
-    return run_model(*inputs)[rows]
+    return pick_rows(run_model(*inputs), rows)
 
 # %% ../../nbs/13_decoder.ipynb #multimodal-models
 MULTIMODAL_MODELS: dict[str, tuple[str, str]] = {  # by architecture

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PADDING', 'MAX_LOGITS', 'positions_to_compute', 'SequenceInput', 'make_sequence_input', 'get_graph_batch_size',
            'make_attention_metadata', 'ModelInput', 'make_model_input', 'PromptScores', 'score_prompts',
-           'rows_to_score', 'largest_step', 'rows_to_run', 'pick_rows', 'selected_of', 'ModelRunner']
+           'rows_to_score', 'largest_step', 'rows_to_run', 'selected_of', 'ModelRunner']
 
 # %% ../../nbs/25_v0_model_runner.ipynb #export-imports
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from ..config import VllmConfig
 from ..logits import compute_logprobs
 from ..logits import gather_logprobs
 from ..model.decoder import hidden_of_rows
+from ..model.decoder import pick_rows
 from ..outputs import Logprob
 from ..sampling_params import SamplingParams
 from .sampler import SampledTokens
@@ -275,10 +276,6 @@ def rows_to_run(
     all_rows = len(selected) == len(model_input.input_tokens)
     if model_input.scored_rows or all_rows or not len(selected): return None
     return selected
-
-def pick_rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
-    "Some rows, or all of them."
-    return hidden if rows is None else hidden[rows]
 
 def selected_of(
     model_input: ModelInput,

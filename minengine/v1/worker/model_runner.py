@@ -26,6 +26,7 @@ from ...logits import compute_logprobs
 from ...logits import gather_logprobs
 from ...logits import SamplingMetadata
 from ...model.decoder import hidden_of_rows
+from ...model.decoder import pick_rows
 from ...model.memory import model_dtype
 from ...parallel import num_kv_heads_of_rank
 from ...sampling_params import SamplingParams
@@ -324,7 +325,7 @@ def forward_and_score(
     scores = score_prompts(
         runner.prompt_logprobs, runner.batch, metadata, hidden,
         runner.model.compute_logits, runner.max_logits_rows)
-    return (hidden if rows is None else hidden[rows]), scores
+    return pick_rows(hidden, rows), scores
 
 # %% ../../../nbs/51_v1_model_runner.ipynb #drafts-and-rows
 def drafts_and_rows(
